@@ -282,7 +282,7 @@ class AgentLLM:
 
         def said(reply: Reply, id: str) -> tuple[list[Message], Any]:
             parsed = self._attempt.calls.parse(reply.text, schemas)
-            calls = tuple(call.of_answer(id) for call in parsed.calls)
+            calls = tuple(call.of_answer(id, place) for place, call in enumerate(parsed.calls))
             message: dict[str, Any] = {"role": "assistant", "content": parsed.content if calls else reply.text}
             if calls:
                 message["tool_calls"] = [call.message for call in calls]
@@ -376,8 +376,9 @@ class AgentLLM:
             parent.claimed = True
         start = time.monotonic()
         more: dict[str, Any] = {} if self.adapter is None else {"adapter": self.adapter}
+        name = f"{digest.hex()} {fixed} {repeat}"
         if listener is not None:
-            listener.reads(new_ids, len(before))
+            listener.reads(new_ids, len(before), name)
             more["hear"] = listener.tells
         try:
             if attempt.seat is None or attempt.task is None:
@@ -391,7 +392,7 @@ class AgentLLM:
         if attempt.closed:
             raise UserError(f"{call}: the episode was over before the answer came; await every call")
         reply = Reply.of(done, self._chat.tokenizer.decode)
-        whole, parsed = parse(reply, f"{digest.hex()} {fixed} {repeat}")
+        whole, parsed = parse(reply, name)
         turn = self.trajectories.add(parent, new_ids, done, settings["temperature"], line, whole, chat)
         turn.start, turn.took = start - attempt.start, time.monotonic() - start
         return reply, turn, (whole, parsed)

@@ -62,12 +62,13 @@ class LLM(Protocol):
 class Listener(Protocol):
     """Hears an answer as it comes; called on the event loop of the run."""
 
-    def reads(self, new_ids: np.ndarray, cached: int) -> None:
+    def reads(self, new_ids: np.ndarray, cached: int, name: str) -> None:
         """The model is asked.
 
         Args:
             new_ids: what it reads behind the earlier answer that it goes on from, int64 [tokens].
             cached: tokens up to the end of that.
+            name: of the answer, of which ids of its calls are made; no other answer of the task's agents has it.
         """
 
     def tells(self, ids: Sequence[int]) -> None:

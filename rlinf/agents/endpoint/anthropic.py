@@ -161,16 +161,21 @@ def _form(body: Fields) -> JsonForm | None:
 
 def _blocks(result: ClientAnswer, thinks: bool) -> list[dict[str, Any]]:
     thought = [{**_THOUGHT, "thinking": result.reasoning}] if thinks and result.reasoning is not None else []
-    text = [{"type": "text", "text": result.text, "citations": None}] if result.text or not result.calls else []
+    wordy = result.text or not (result.calls or result.live_calls)
+    text = [{"type": "text", "text": result.text, "citations": None}] if wordy else []
     return [
         *thought,
         *text,
-        *({"type": "tool_use", "id": f"toolu_{c.id}", "name": c.name, "input": c.arguments} for c in result.calls),
+        *({**_call_block(call.id, call.name), "input": call.arguments} for call in result.calls),
     ]
 
 
+def _call_block(id: str, name: str) -> dict[str, Any]:
+    return {"type": "tool_use", "id": f"toolu_{id}", "name": name, "input": {}}
+
+
 def _stop(result: ClientAnswer) -> dict[str, Any]:
-    if result.calls:
+    if result.ends_by_calling:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if result.stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": result.stop}
@@ -201,12 +206,18 @@ class _MessageEvents:
         self._call, self._head, self._thinks = call, head, thinks
         self._begun = False
         self._blocks = 0  # that were started
-        self._open: str | None = None  # type of the block that is being filled
+        self._open: str | None = None  # the block that is being filled: its type, or the id of a call
+        self._told: set[str] = set()  # all that were
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
         live = self._call.live
         yield from self._opening((live and live.prompt) or (0, 0))
-        if piece.kind == "text":
+        if (call := piece.call) is not None:
+            block = _call_block(call.id, call.name)
+            yield from self._filled(block["id"], block)
+            if piece.text:
+                yield self._delta({"type": "input_json_delta", "partial_json": piece.text})
+        elif piece.kind == "text":
             yield from self._filled("text", {"type": "text", "text": "", "citations": None})
             yield self._delta({"type": "text_delta", "text": piece.text})
         elif self._thinks:
@@ -216,14 +227,13 @@ class _MessageEvents:
     def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
         (result,) = results
         yield from self._opening((result.prompt_tokens, result.cached))
-        for place, block in enumerate(_blocks(result, self._thinks)):
-            if block["type"] == "tool_use":
-                yield from self._filled("tool_use", {**block, "input": {}})
+        for block in _blocks(result, self._thinks):
+            if (key := block.get("id", block["type"])) in self._told:
+                continue
+            yield from self._filled(key, {**block, "input": {}} if "input" in block else block)
+            if "input" in block:
                 written = json.dumps(block["input"], ensure_ascii=False)
                 yield self._delta({"type": "input_json_delta", "partial_json": written})
-                yield from self._closing()
-            elif place >= self._blocks:  # it has no words
-                yield from self._filled(block["type"], block)
         yield from self._closing()
         yield _event({"type": "message_delta", "delta": _stop(result), "usage": _usage(result)})
         yield _event({"type": "message_stop"})
@@ -242,10 +252,11 @@ class _MessageEvents:
         yield _event({"type": "message_start", "message": {**self._head, **opening}})
 
     def _filled(self, kind: str, empty: dict[str, Any]) -> Iterable[bytes]:
-        """A block of this kind is being filled."""
+        """A block, of this kind or with this id, is being filled."""
         if self._open != kind:
             yield from self._closing()
             self._open, self._blocks = kind, self._blocks + 1
+            self._told.add(kind)
             yield _event({"type": "content_block_start", "index": self._blocks - 1, "content_block": empty})
 
     def _delta(self, delta: dict[str, Any]) -> bytes:

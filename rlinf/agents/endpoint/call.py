@@ -27,7 +27,6 @@ from rlinf.agents.endpoint.requests import (
     ask,
     enforced,
     invalid,
-    message_of,
     refused,
     template_of,
 )
@@ -113,7 +112,7 @@ class Call:
             session.asking.difference_update(asking)
         if session.over:
             raise ApiError(401, "the episode of this key is over", code="invalid_api_key")
-        whole = [] if keep is None else [*keep, message_of(results[0].text, results[0].calls)]
+        whole = [] if keep is None else [*keep, results[0].message]
         endpoint.noted(session, response, results, whole)
         metrics = endpoint.metrics
         metrics.prompt_tokens += results[0].prompt_tokens

@@ -1,7 +1,7 @@
 """OpenAI's protocols: `/v1/chat/completions`, `/v1/completions` and `/v1/responses`.
 
-In: a request's fields. Out: what the official clients read, whole or as a stream, which tells words as they come, and a
-call of a tool once it is whole. `/v1/completions` takes texts and token ids that the model goes on from, as they stand.
+In: a request's fields. Out: what the official clients read, whole or as a stream, which tells words as they come, and
+the arguments of a call. `/v1/completions` takes texts and token ids that the model goes on from, as they stand.
 `/v1/responses` takes with `previous_response_id` also what was said up to that response; responses are kept as long as
 their session, unless `store` is false.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from rlinf.agents.endpoint.requests import (
     unsupported,
     words,
 )
-from rlinf.agents.endpoint.streaming import Kind, Piece
+from rlinf.agents.endpoint.streaming import LiveCall, Piece
 from rlinf.agents.tools.formats import ToolCall
 
 if TYPE_CHECKING:
@@ -253,7 +254,7 @@ def token_logprobs(call: Call, result: ClientAnswer) -> list[dict[str, Any]]:
 
 
 def _finish(result: ClientAnswer) -> str:
-    return "tool_calls" if result.calls else "length" if result.cut else "stop"
+    return "tool_calls" if result.ends_by_calling else "length" if result.cut else "stop"
 
 
 def _call_shown(each: ToolCall, custom: bool) -> dict[str, Any]:
@@ -282,17 +283,33 @@ class _ChatEvents:
         self._form, self._with_usage = form, with_usage
         self._head = {**head, "object": "chat.completion.chunk"}
         self._begun: set[int] = set()
+        self._calls: dict[int, list[str]] = defaultdict(list)  # ids of those that were told, by the answers' numbers
+        self._customs = customs(form.call.body)
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
         yield from self._opening(piece.number)
+        if (call := piece.call) is not None:
+            told = self._calls[piece.number]
+            if call.name in self._customs:  # what they are given is part of their arguments
+                return
+            function = {"arguments": piece.text}
+            if call.id in told:
+                entry: dict[str, Any] = {"index": told.index(call.id), "function": function}
+            else:
+                told.append(call.id)
+                named = {"name": call.name, **function}
+                entry = {"index": len(told) - 1, "id": call.id, "type": "function", "function": named}
+            yield self._chunk(piece.number, {"tool_calls": [entry]})
+            return
         key = "content" if piece.kind == "text" else "reasoning_content"
         yield self._chunk(piece.number, {key: piece.text})
 
     def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
         for number, result in enumerate(results):
             yield from self._opening(number)
-            for place, each in enumerate(result.calls):
-                whole = _call_shown(each, each.name in customs(self._form.call.body))
+            told = self._calls[number]
+            for place, each in enumerate([each for each in result.calls if each.id not in told], len(told)):
+                whole = _call_shown(each, each.name in self._customs)
                 yield self._chunk(number, {"tool_calls": [{"index": place, **whole}]})
             if result.refusal is not None:
                 yield self._chunk(number, {"refusal": result.refusal})
@@ -561,29 +578,45 @@ def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
+def _call_item(showing: _Showing, number: int, each: ToolCall, written: str | None = None) -> dict[str, Any]:
+    """A call.
+
+    Args:
+        showing: how.
+        number: which of the answer's.
+        each: the call.
+        written: its arguments as they were told; None: they were not.
+    """
+    tool = showing.tools.get(each.name)
+    item = {"call_id": f"call_{each.id}", "name": each.name if tool is None else tool.name, "status": "completed"}
+    if tool is not None and tool.namespace is not None:
+        item["namespace"] = tool.namespace
+    if tool is not None and tool.custom:
+        return {**item, "id": f"ctc_{showing.call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
+    arguments = call_text(each) if written is None else written
+    return {**item, "id": f"fc_{showing.call.id}{number}", "type": "function_call", "arguments": arguments}
+
+
 def _output(showing: _Showing, result: ClientAnswer) -> list[dict[str, Any]]:
     call, items = showing.call, list[dict[str, Any]]()
     if result.reasoning is not None:
         items.append(_thought_item(showing, result.reasoning))
-    if result.text or not result.calls:
+    if result.text or not (result.calls or result.live_calls):
         part = _text_part(result.text, token_logprobs(call, result) if showing.logprobs else [])
         parts = [part] if result.refusal is None else [part, {"type": "refusal", "refusal": result.refusal}]
         items.append(_message_item(showing, parts, "incomplete" if result.cut else "completed"))
-    for number, each in enumerate(result.calls):
-        tool = showing.tools.get(each.name)
-        item = {"call_id": f"call_{each.id}", "name": each.name if tool is None else tool.name, "status": "completed"}
-        if tool is not None and tool.namespace is not None:
-            item["namespace"] = tool.namespace
-        if tool is not None and tool.custom:
-            item |= {"id": f"ctc_{call.id}{number}", "type": "custom_tool_call", "input": custom_text(each)}
-        else:
-            item |= {"id": f"fc_{call.id}{number}", "type": "function_call", "arguments": call_text(each)}
-        items.append(item)
+    live = {each.id: each for each in result.live_calls}
+    half = [ToolCall(each.id, each.name, {}) for each in result.half_calls]
+    for number, one in enumerate([*(each for each in result.calls if each.id in live), *half]):
+        item = _call_item(showing, number, one, live[one.id].written)
+        items.append(item if live[one.id].readable else {**item, "status": "incomplete"})
+    more = [each for each in result.calls if each.id not in live]
+    items += [_call_item(showing, number, each) for number, each in enumerate(more, len(live))]
     return items
 
 
 def _whole(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> dict[str, Any]:
-    cut = result.cut and not result.calls
+    cut = result.cut and not result.ends_by_calling
     return {
         **shape,
         "status": "incomplete" if cut else "completed",
@@ -599,39 +632,50 @@ def _whole(showing: _Showing, shape: dict[str, Any], result: ClientAnswer) -> di
     }
 
 
+def _key_of(item: dict[str, Any]) -> str:
+    """Part of the answer that an item is: `reasoning`, `text` or the id of a call."""
+    named = {"reasoning": "reasoning", "message": "text"}.get(item["type"])
+    return named or str(item["call_id"].removeprefix("call_"))
+
+
 class _ResponseEvents:
     """The events of a response's stream; see `Events`."""
 
     def __init__(self, showing: _Showing, shape: dict[str, Any]) -> None:
         self._showing, self._shape = showing, shape
         self._count = 0  # events so far
-        self._items = 0  # that were added
-        self._open: Kind | None = None  # the item that is being filled
-        self._text = ""  # in it
+        self._places: dict[str, int] = {}  # of the items that were added: "reasoning", "text", ids of calls
+        self._thought: str | None = None  # reasoning that is being told
+        self._calls: list[str] = []  # ids of those that come piece by piece
 
     def piece(self, piece: Piece) -> Iterable[bytes]:
         yield from self._opening()
-        if self._open != piece.kind:
-            if self._open == "reasoning":
-                yield from self._closing(_thought_item(self._showing, self._text))
+        if piece.kind != "reasoning":
+            yield from self._thought_over()
+        if piece.call is not None:
+            yield from self._call_piece(piece.call, piece.text)
+            return
+        if piece.kind not in self._places:
             yield from self._added(piece.kind)
-        self._text += piece.text
+        if piece.kind == "reasoning":
+            self._thought = (self._thought or "") + piece.text
         more: dict[str, Any] = {"logprobs": []} if piece.kind == "text" else {}
         name = "reasoning_text" if piece.kind == "reasoning" else "output_text"
-        yield self._event(f"response.{name}.delta", **self._part(), delta=piece.text, **more)
+        yield self._event(f"response.{name}.delta", **self._part(piece.kind), delta=piece.text, **more)
 
     def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
         whole = _whole(self._showing, self._shape, results[0])
         yield from self._opening()
-        for place, item in enumerate(whole["output"]):
-            if item["type"] not in ("reasoning", "message"):
-                yield from self._call(place, item)
+        for item in whole["output"]:
+            key = _key_of(item)
+            if item["type"] in _FILLED:
+                yield from self._call(key, item)
                 continue
-            kind: Kind = "reasoning" if item["type"] == "reasoning" else "text"
-            if place >= self._items:
-                yield from self._added(kind)
-            if self._open == kind:
-                yield from self._closing(item)
+            if key not in self._places:
+                yield from self._added(key)
+            if key == "text" or self._thought is not None:
+                yield from self._closing(key, item)
+        whole["output"] = sorted(whole["output"], key=lambda item: self._places[_key_of(item)])
         yield self._event(f"response.{whole['status']}", response=whole)
 
     def _event(self, kind: str, **more: Any) -> bytes:
@@ -644,25 +688,31 @@ class _ResponseEvents:
             yield self._event("response.created", response=opening)
             yield self._event("response.in_progress", response=opening)
 
-    def _part(self, number: int = 0) -> dict[str, Any]:
-        """Where the item's part stands that is being filled."""
-        name = "rs" if self._open == "reasoning" else "msg"
-        here = {"item_id": f"{name}_{self._showing.call.id}", "output_index": self._items - 1}
+    def _thought_over(self) -> Iterable[bytes]:
+        if self._thought is not None:
+            yield from self._closing("reasoning", _thought_item(self._showing, self._thought))
+
+    def _part(self, key: str, number: int = 0) -> dict[str, Any]:
+        """Where a part of an item stands."""
+        name = "rs" if key == "reasoning" else "msg"
+        here = {"item_id": f"{name}_{self._showing.call.id}", "output_index": self._places[key]}
         return {**here, "content_index": number}
 
-    def _added(self, kind: Kind) -> Iterable[bytes]:
+    def _added(self, key: str) -> Iterable[bytes]:
         """An item of reasoning or a message is added, without its words."""
-        self._open, self._text, self._items = kind, "", self._items + 1
-        item = _thought_item(self._showing, "") if kind == "reasoning" else _message_item(self._showing, [], "")
+        self._places[key] = len(self._places)
+        if key == "reasoning":
+            self._thought = ""
+        item = _thought_item(self._showing, "") if key == "reasoning" else _message_item(self._showing, [], "")
         item = {**item, "status": "in_progress", "content": []}
-        yield self._event("response.output_item.added", output_index=self._items - 1, item=item)
-        if kind == "text":
-            yield self._event("response.content_part.added", **self._part(), part=_text_part("", []))
+        yield self._event("response.output_item.added", output_index=self._places[key], item=item)
+        if key == "text":
+            yield self._event("response.content_part.added", **self._part(key), part=_text_part("", []))
 
-    def _closing(self, item: dict[str, Any]) -> Iterable[bytes]:
-        """The open item is whole."""
+    def _closing(self, key: str, item: dict[str, Any]) -> Iterable[bytes]:
+        """An item of reasoning, or the message, is whole."""
         for number, part in enumerate(item["content"]):
-            here, name = self._part(number), part["type"]
+            here, name = self._part(key, number), part["type"]
             if name == "refusal":
                 yield self._event("response.content_part.added", **here, part={**part, "refusal": ""})
                 yield self._event("response.refusal.delta", **here, delta=part["refusal"])
@@ -672,17 +722,39 @@ class _ResponseEvents:
                 yield self._event(f"response.{name}.done", **here, text=part["text"], **more)
             if name != "reasoning_text":
                 yield self._event("response.content_part.done", **here, part=part)
-        yield self._event("response.output_item.done", output_index=self._items - 1, item=item)
-        self._open = None
+        yield self._event("response.output_item.done", output_index=self._places[key], item=item)
+        if key == "reasoning":
+            self._thought = None
 
-    def _call(self, place: int, item: dict[str, Any]) -> Iterable[bytes]:
-        """A call of a tool, at once."""
-        here: dict[str, Any] = {"item_id": item["id"], "output_index": place}
-        key, kind = _FILLED[item["type"]]
-        yield self._event(
-            "response.output_item.added", output_index=place, item={**item, "status": "in_progress", key: ""}
-        )
-        yield self._event(f"response.{kind}.delta", **here, delta=item[key])
-        named = {"name": item["name"]} if key == "arguments" else {}
-        yield self._event(f"response.{kind}.done", **here, **named, **{key: item[key]})
-        yield self._event("response.output_item.done", output_index=place, item=item)
+    def _call_piece(self, call: LiveCall, text: str) -> Iterable[bytes]:
+        """Some of the arguments of a call."""
+        if call.id not in self._calls:
+            self._calls.append(call.id)
+        number = self._calls.index(call.id)
+        item = _call_item(self._showing, number, ToolCall(call.id, call.name, {}), "")
+        if item["type"] != "function_call":  # what a custom tool is given is part of its arguments
+            return
+        if call.id not in self._places:
+            yield from self._call_added(call.id, item)
+        if text:
+            yield self._call_delta(call.id, item, text)
+
+    def _call_added(self, key: str, item: dict[str, Any]) -> Iterable[bytes]:
+        place = self._places[key] = len(self._places)
+        yield self._event("response.output_item.added", output_index=place, item={**item, "status": "in_progress"})
+
+    def _call_delta(self, key: str, item: dict[str, Any], text: str) -> bytes:
+        here: dict[str, Any] = {"item_id": item["id"], "output_index": self._places[key]}
+        return self._event(f"response.{_FILLED[item['type']][1]}.delta", **here, delta=text)
+
+    def _call(self, key: str, item: dict[str, Any]) -> Iterable[bytes]:
+        """A call is whole, or will be no more than half; it is told at once where it was not."""
+        field, kind = _FILLED[item["type"]]
+        if key not in self._places:
+            yield from self._call_added(key, {**item, field: ""})
+            yield self._call_delta(key, item, item[field])
+        here: dict[str, Any] = {"item_id": item["id"], "output_index": self._places[key]}
+        named = {"name": item["name"]} if field == "arguments" else {}
+        if item["status"] == "completed":
+            yield self._event(f"response.{kind}.done", **here, **named, **{field: item[field]})
+        yield self._event("response.output_item.done", output_index=self._places[key], item=item)

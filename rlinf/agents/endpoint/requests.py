@@ -29,7 +29,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rlinf.agents.agent import AgentLLM, Answer
 from rlinf.agents.chat import ChatFormat, begins_thought
-from rlinf.agents.endpoint.streaming import THINK, THOUGHT, Live, Reading
+from rlinf.agents.endpoint.streaming import THINK, THOUGHT, Live, LiveAnswer, LiveCall, Reading
 from rlinf.agents.llm import ContextFull, Listener, Reply
 from rlinf.agents.tools.formats import ToolCall
 from rlinf.agents.trajectories import Key, Turn
@@ -476,6 +476,27 @@ class ClientAnswer:
     """Key of the history that ends with it as the client knows it; empty for answers to token ids."""
     again: bool = False
     """It is the second answer: the first was not what the client wished for."""
+    live_calls: tuple[LiveCall, ...] = ()
+    """Calls that the client of a stream is told piece by piece."""
+
+    @property
+    def half_calls(self) -> list[LiveCall]:
+        """Calls that the client of a stream was told of, and that are none."""
+        return [call for call in self.live_calls if not call.readable]
+
+    @property
+    def ends_by_calling(self) -> bool:
+        """It ended with calls of tools, and not by a limit within one."""
+        return not self.cut if self.half_calls else bool(self.calls)
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """It, as the record knows it when it comes back, with its reasoning or without."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        told = [call_message(each.name, each.written, each.id, "tool_calls") for each in self.live_calls]
+        if calls := [*told, *(call.message for call in self.calls[len(told) - len(self.half_calls) :])]:
+            message["tool_calls"] = calls
+        return message
 
     @property
     def cut(self) -> bool:
@@ -551,8 +572,8 @@ async def ask(
     """
     tokenizer, stops = llm.trajectories.chat.tokenizer, tuple(request.sampling.get("stop", ()))
     if request.ids is not None:
-        listener = None if live is None else live.answer(number, tokenizer, Reading(stops))
-        reply = await llm.generate(request.ids, listener=listener, **request.sampling)
+        hears = None if live is None else live.answer(number, tokenizer, Reading(stops))
+        reply = await llm.generate(request.ids, listener=hears, **request.sampling)
         turn = llm.trajectories.turns[-1]  # recorded last, in this very tick
         text, stop = _until_stopped(reply, reply.text, request)
         return _client_answer(reply, turn, text, stop)
@@ -562,22 +583,27 @@ async def ask(
             "messages of the endpoint's clients are joined as they are, without their roles: the tokenizer has no "
             "chat template; set data.chat_template",
         )
-    listener = None
+    listener: LiveAnswer | None = None
     if live is not None and not request.asks_again:
-        marks = llm.call_format.marks if request.choice.may else ()
-        listener = live.answer(number, tokenizer, Reading(stops, thinks, marks))
+        format = llm.call_format if request.choice.may else None
+        listener = live.answer(number, tokenizer, Reading(stops, thinks, format))
     answer, first = await _answer_as_wished(llm, request, listener)
     assert answer.turn is not None
     calls, whole = request.choice.calls_for_client(answer.calls), answer.text
     thinking = thinks and begins_thought(tokenizer, answer.turn.new_ids)
     if thinking and THOUGHT not in whole:
         calls = ()  # it was cut while it thought of them
-    text, stop = _until_stopped(answer, _beside_calls(answer) if calls else whole, request)
+    live_calls: tuple[LiveCall, ...] = ()
+    if listener is not None:
+        calls, live_calls = listener.settled(_until_stopped(answer, whole, request)[0], calls)
+    text, stop = _until_stopped(answer, _beside_calls(answer) if calls or live_calls else whole, request)
     reasoning, text = split_thought(text, thinking=thinking) if thinks else (None, text)
     refusal = await request.form.wrong(text, applying) if request.form is not None and not calls else None
-    key = llm.trajectories.also(answer.turn, message_of(text, calls), in_place_of=first)
-    result = _client_answer(answer, answer.turn, text, stop)
-    return replace(result, reasoning=reasoning, calls=calls, refusal=refusal, key=key, again=first is not None)
+    result = replace(
+        _client_answer(answer, answer.turn, text, stop), calls=calls, live_calls=live_calls, reasoning=reasoning
+    )
+    key = llm.trajectories.also(answer.turn, result.message, in_place_of=first)
+    return replace(result, refusal=refusal, key=key, again=first is not None)
 
 
 def _beside_calls(answer: Answer) -> str:
@@ -629,14 +655,6 @@ def split_thought(text: str, *, thinking: bool = False) -> tuple[str | None, str
         return None, text
     thought, ended, rest = inside.removeprefix(THINK).partition(THOUGHT)
     return thought.strip() or None, rest.lstrip() if ended else ""
-
-
-def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
-    """An answer as the record knows it when it comes back, with its reasoning or without."""
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = [call.message for call in calls]
-    return message
 
 
 # What protocols have in common ---------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """Answers while they come: which of their words a client may be told before the answer has ended.
 
 In: tokens, as the engine makes them. Out: pieces of reasoning and of text that the whole answer begins with, however it
-ends: no piece cuts a character, is part of a text that stops the answer, or belongs to a call of a tool. What cannot be
-known before its end is told at its end. Who wakes whom: the engine's tokens, and the end of the answers, wake whoever
-awaits `Live.news`.
+ends: no piece cuts a character, or is part of a text that stops the answer. Calls of tools are no text: each is told by
+its name, then by pieces of its arguments that are the beginning of some object of JSON. Where the model goes on with
+what is none, or is cut, the client has half a call. What cannot be known before its end is told at its end. Who wakes
+whom: the engine's tokens, and the end of the answers, wake whoever awaits `Live.news`.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from rlinf.agents.chat import begins_thought
+from rlinf.agents.tools import beginnings, formats
 
-Kind = Literal["reasoning", "text"]
+Kind = Literal["reasoning", "text", "call"]
 THINK, THOUGHT = "<think>", "</think>"
 _PIECE = 256
 """Characters of a piece of text that is told after the answer has ended."""
@@ -83,40 +85,55 @@ class Reading(NamedTuple):
     """Texts that stop it."""
     thinks: bool = False
     """What stands in `<think>…</think>` is reasoning."""
-    marks: tuple[str, ...] | None = ()
-    """With one of which every call of a tool begins, if calls are told apart; see `CallFormat.marks`."""
+    format: formats.CallFormat | None = None
+    """How calls of tools are written, if they are told apart."""
 
 
-def certain(text: str, reading: Reading, thinking: bool) -> tuple[str, str]:
-    """The beginnings of the reasoning and of the text that an answer has, whatever follows.
+class Certain(NamedTuple):
+    """Beginnings of the parts that an answer has, whatever follows."""
+
+    reasoning: str
+    text: str
+    calls: str = ""
+    """From the first call on, as the model writes it."""
+
+
+def certain(text: str, reading: Reading, thinking: bool) -> Certain:
+    """See `Certain`.
 
     Args:
         text: the answer so far.
         reading: how it will be read.
         thinking: its prompt has begun the thought.
     """
-    if reading.marks is None:
-        return "", ""
+    marks = () if reading.format is None else reading.format.marks
+    if marks is None:
+        return Certain("", "")
     clear = text[: _clear_of(text, reading.stops)]
     inside = clear.lstrip()
     if not reading.thinks or (not thinking and not THINK.startswith(inside[: len(THINK)])):
-        return "", _before_calls(clear, reading.marks)
+        return Certain("", *_beside_calls(clear, marks))
     if not thinking and len(inside) < len(THINK):
-        return "", ""
+        return Certain("", "")
     if thinking and len(inside) < len(THINK) and THINK.startswith(inside):
-        return "", ""
+        return Certain("", "")
     thought, ended, rest = inside.removeprefix(THINK).partition(THOUGHT)
     within = (
-        thought[: _clear_of(thought, reading.marks, calls=True)] if thinking else thought
+        thought[: _clear_of(thought, marks, calls=True)] if thinking else thought
     )  # else no call begins in a thought
     if not ended or len(within) < len(thought):
-        return within[: _clear_of(within, (THOUGHT,))].strip(), ""
-    return thought.strip(), _before_calls(rest.lstrip(), reading.marks)
+        return Certain(within[: _clear_of(within, (THOUGHT,))].strip(), "")
+    return Certain(thought.strip(), *_beside_calls(rest.lstrip(), marks))
 
 
-def _before_calls(text: str, marks: Sequence[str]) -> str:
-    """The text up to the first call, without the white space there."""
-    return text[: _clear_of(text, marks, calls=True)].rstrip() if marks else text
+def _beside_calls(text: str, marks: tuple[str, ...]) -> tuple[str, str]:
+    """The text up to the first call, without the white space there; and from there on."""
+    if not marks:
+        return text, ""
+    place = _clear_of(text, marks, calls=True)
+    before = text[:place]
+    thoughts = THINK in before or THOUGHT in before  # a call in them is none
+    return before.rstrip(), text[place:] if text.startswith(marks, place) and not thoughts else ""
 
 
 def _clear_of(text: str, marks: Iterable[str], *, calls: bool = False) -> int:
@@ -145,6 +162,20 @@ def _fresh(before: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class LiveCall:
+    """A call that a client is told of while it comes."""
+
+    id: str
+    """Names it in the tool's answer."""
+    name: str
+    """Name of the tool."""
+    written: str
+    """JSON of its arguments, so far."""
+    readable: bool = True
+    """It is a call; False: it was cut, or went on as what is no JSON."""
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Some words of an answer."""
 
@@ -153,7 +184,9 @@ class Piece:
     kind: Kind
     """Part of the answer."""
     text: str
-    """The words, at least one character."""
+    """The words, at least one character but at the beginning of a call."""
+    call: LiveCall | None = None
+    """To whose arguments they belong, if to any."""
 
 
 class Live:
@@ -169,7 +202,7 @@ class Live:
         """Seconds until the first words."""
         self.prompt: tuple[int, int] | None = None
         """Tokens that the model reads, and how many of them earlier answers had; None: it was not asked yet."""
-        self._told: dict[tuple[int, Kind], str] = {}
+        self._told: dict[tuple[int, Kind, str], str] = {}
         self._new: list[Piece] = []
         self._news = asyncio.Event()
         self.task = asyncio.ensure_future(answering())
@@ -180,14 +213,15 @@ class Live:
         """Listens to one of the answers."""
         return LiveAnswer(self, number, tokenizer, reading)
 
-    def tell(self, number: int, kind: Kind, whole: str) -> None:
+    def tell(self, number: int, kind: Kind, whole: str, call: LiveCall | None = None) -> None:
         """The part of an answer has come so far."""
-        so_far = self._told.get((number, kind), "")
+        part = (number, kind, "" if call is None else call.id)
+        so_far = self._told.get(part, "")
         if not whole.startswith(so_far):
             raise RuntimeError(f"the {kind} of an answer does not begin with what of it was told: {so_far[-80:]!r}")
-        if len(whole) > len(so_far):
-            self._told[number, kind] = whole
-            self._new.append(Piece(number, kind, whole[len(so_far) :]))
+        if len(whole) > len(so_far) or (call is not None and part not in self._told):
+            self._told[part] = whole
+            self._new.append(Piece(number, kind, whole[len(so_far) :], call))
             if self.waited is None:
                 self.waited = asyncio.get_running_loop().time() - self.start
             self._news.set()
@@ -216,9 +250,11 @@ class Live:
         for number, result in enumerate(self.task.result()):
             self.tell(number, "reasoning", result.reasoning or "")
             self.tell(number, "text", result.text)
+            for call in result.live_calls:
+                self.tell(number, "call", call.written, call)
         for piece in self.take():
-            for at in range(0, len(piece.text), _PIECE):
-                yield Piece(piece.number, piece.kind, piece.text[at : at + _PIECE])
+            for at in range(0, max(1, len(piece.text)), _PIECE):
+                yield replace(piece, text=piece.text[at : at + _PIECE])
 
 
 class LiveAnswer:
@@ -234,17 +270,50 @@ class LiveAnswer:
     def __init__(self, live: Live, number: int, tokenizer: Any, reading: Reading) -> None:
         self._live, self._number, self._reading = live, number, reading
         self._tokenizer, self._words = tokenizer, Detokenizer(tokenizer)
-        self._text, self._begun = "", False
+        self._calls = None if reading.format is None else beginnings.Beginnings(reading.format)
+        self._text, self._begun, self._name, self._count = "", False, "", 0
 
-    def reads(self, new_ids: np.ndarray, cached: int) -> None:
+    def reads(self, new_ids: np.ndarray, cached: int, name: str) -> None:
         """See `Listener`."""
-        self._live.prompt = (cached + len(new_ids), cached)
+        self._live.prompt, self._name = (cached + len(new_ids), cached), name
         self._begun = self._reading.thinks and begins_thought(self._tokenizer, new_ids)
 
     def tells(self, ids: Sequence[int]) -> None:
         """See `Listener`."""
         if new := self._words.add(ids):
             self._text += new
-            reasoning, text = certain(self._text, self._reading, self._begun)
-            self._live.tell(self._number, "reasoning", reasoning)
-            self._live.tell(self._number, "text", text)
+            sure = certain(self._text, self._reading, self._begun)
+            self._live.tell(self._number, "reasoning", sure.reasoning)
+            self._live.tell(self._number, "text", sure.text)
+            if sure.calls and self._calls is not None:
+                self._calls.read(sure.calls)
+                for place in range(max(0, self._count - 1), len(self._calls.calls)):  # those before are whole
+                    call = self._calls.calls[place]
+                    live = LiveCall(formats.call_id(self._name, place), call.name, call.written)
+                    self._live.tell(self._number, "call", call.written, live)
+                self._count = len(self._calls.calls)
+
+    def settled(
+        self, text: str, calls: Sequence[formats.ToolCall]
+    ) -> tuple[tuple[formats.ToolCall, ...], tuple[LiveCall, ...]]:
+        """The calls of the whole answer by the ids under which they were told; and those that can be told in pieces.
+
+        Args:
+            text: the answer, up to what stopped it.
+            calls: in it.
+        """
+        if self._calls is None:
+            return tuple(calls), ()
+        self._calls.read(certain(text, self._reading._replace(stops=()), self._begun).calls)
+        left, live = list(calls), list[LiveCall]()
+        ready: list[formats.ToolCall] = []
+        for place, call in enumerate(self._calls.calls):
+            id = formats.call_id(self._name, place)
+            if left and (left[0].name, left[0].arguments) == (call.name, call.arguments()):
+                ready.append(replace(left.pop(0), id=id))
+                live.append(LiveCall(id, call.name, call.written))
+            elif place < self._count:
+                live.append(LiveCall(id, call.name, call.written, readable=False))
+        behind = len(self._calls.calls)
+        more = (replace(call, id=formats.call_id(self._name, behind + n)) for n, call in enumerate(left))
+        return (*ready, *more), tuple(live)

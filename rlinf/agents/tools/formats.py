@@ -45,7 +45,7 @@ class ToolCall:
 
     id: str
     """Names the call in the tool's answer: nine letters and digits, which Mistral's templates ask for. It is made of
-    the call itself, its place, and the answer that it stands in: the same in every repetition of a run."""
+    its place in the answer, and that: the same in every repetition of a run."""
     name: str
     """Name of the tool; there need not be one of this name."""
     arguments: dict[str, Any]
@@ -57,13 +57,19 @@ class ToolCall:
         function = {"name": self.name, "arguments": copied(self.arguments)}
         return {"id": self.id, "type": "function", "function": function}
 
-    def of_answer(self, answer: str) -> ToolCall:
-        """The call with an id that no other answer has for an equal one.
+    def of_answer(self, answer: str, place: int) -> ToolCall:
+        """The call with an id that no other call has.
 
         Args:
             answer: names the answer that it stands in.
+            place: its number there.
         """
-        return replace(self, id=hashlib.sha256(f"{answer} {self.id}".encode()).hexdigest()[:9])
+        return replace(self, id=call_id(answer, place))
+
+
+def call_id(answer: str, place: int) -> str:
+    """The id of a call, known before the call is; see `ToolCall.of_answer`."""
+    return hashlib.sha256(f"{answer} {place}".encode()).hexdigest()[:9]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,11 @@ class CallFormat:
     """Texts with one of which every call begins, for clients that read an answer as it comes: up to there it is text.
     One of a single character begins a call only where nothing was said before it. None: calls begin otherwise, and such
     clients get the answer at its end."""
+    heads: ClassVar[tuple[re.Pattern[str], re.Pattern[str]] | None] = None
+    """Match what stands from one of the marks on before the arguments, an object of JSON, of the first call; and what
+    stands before those of a further one behind the arguments of the one before. One group is the name: called `name`
+    where another object has name and arguments. For clients that read an answer as it comes; None: they are told of a
+    call when it is whole."""
     stop: ClassVar[tuple[str, ...]] = ()
     """Texts that end an answer in this format, besides the model's end tokens."""
     untyped: ClassVar[bool] = False
@@ -453,11 +464,35 @@ def _until(text: str, at: int, *marks: str) -> int:
     return end
 
 
+_QUOTED = r'(?:[^"\\]|\\.)++'
+
+
+def _of_json(arguments: str) -> str:
+    """Pattern of what stands before the arguments in a call that is an object of JSON.
+
+    Args:
+        arguments: their name there.
+    """
+    return rf'\s*+\{{\s*+"name"\s*+:\s*+"(?P<name>{_QUOTED})"\s*+,\s*+"{arguments}"\s*+:\s*+(?=\{{)'
+
+
+def _heads(first: str, further: str, head: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Heads of calls, see `CallFormat.heads`.
+
+    Args:
+        first: pattern of what stands before the first call.
+        further: of what stands between the arguments of a call and the next one.
+        head: of a call up to its arguments.
+    """
+    return re.compile(f"{first}{head}"), re.compile(f"{further}{head}")
+
+
 class Hermes(CallFormat):
     """Hermes, Qwen2.5, Qwen3 and others: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
     name = "hermes"
     marks = ("<tool_call>",)
+    heads = _heads("<tool_call>", r"\s*+\}\s*+(?:</tool_call>\s*+)?+<tool_call>", _of_json("arguments"))
     around = ("<tool_call>\n", "\n</tool_call>", "\n")
     opens = re.compile(r"<tool_call>")
 
@@ -523,6 +558,10 @@ _BEGIN, _END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _ALL_BEGIN, _ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _FENCED = re.compile(r"([^\n]*)\n```json\s*")
 _FENCE = re.compile(r"\s*```")
+_SEPARATOR = "<｜tool▁sep｜>"
+_NAMED_BEFORE = (
+    rf"{_BEGIN}(?:[^\n<]*+{_SEPARATOR}(?P<fenced>[^\n{{]*+)\n```json\s*+|(?P<word>[^\n<]*+){_SEPARATOR}\s*+)(?=\{{)"
+)
 
 
 class DeepSeek(CallFormat):
@@ -534,6 +573,7 @@ class DeepSeek(CallFormat):
 
     name = "deepseek_v3"
     marks = (_ALL_BEGIN, _BEGIN, _ALL_END)
+    heads = _heads(rf"(?:{_ALL_BEGIN}\s*+)?+", rf"\s*+(?:```\s*+)?+(?:{_END}\s*+)?+", _NAMED_BEFORE)
     opens = re.compile(f"{_ALL_BEGIN}|{_BEGIN}|{_ALL_END}")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -570,8 +610,9 @@ def _deepseek_call(text: str, at: int, end: int) -> tuple[tuple[str, dict[str, A
     return call, behind + len(_END) if text.startswith(_END, behind) else at
 
 
-_ARGUED = re.compile(r"\s*+([\w.\-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
+_WORDED = r"\s*+(?P<word>[\w.\-]++)\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?+(?:\[ARGS\])?+\s*+(?=\{)"
 """Nothing in it is tried twice (`+`): a name and 8,000 spaces would take a second."""
+_ARGUED = re.compile(_WORDED)
 
 
 class Mistral(CallFormat):
@@ -579,6 +620,9 @@ class Mistral(CallFormat):
 
     name = "mistral"
     marks = ("[TOOL_CALLS]",)
+    heads = _heads(
+        r"\[TOOL_CALLS\]", r"\s*+(?:\}\s*+,|\[TOOL_CALLS\])", rf"(?:\s*+\[?+{_of_json('arguments')}|{_WORDED})"
+    )
     opens = re.compile(r"\[TOOL_CALLS\]")
 
     def read(self, text: str, match: re.Match[str]) -> Read:
@@ -623,6 +667,7 @@ class LlamaJson(CallFormat):
 
     name = "llama3_json"
     marks = ("<|python_tag|>", "{")
+    heads = _heads(r"(?:<\|python_tag\|>)?+", r"\s*+\}\s*+[;,]?+", _of_json("parameters"))
     around, arguments = ("", "", "; "), "parameters"
     opens = re.compile(rf"<\|python_tag\|>|{_FRESH}\{{")
 

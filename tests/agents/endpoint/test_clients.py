@@ -123,6 +123,91 @@ async def test_openai_responses_of_four_turns_with_tools_are_one_line_of_exact_t
         checked(here, 4)
 
 
+CODE = "def f():\\n    return 1\\n" * 5
+WRITES = f'<tool_call>{{"name": "add", "arguments": {{"a": "{CODE}"}}}}</tool_call>'
+
+
+async def pieces_of_call(here, protocol, half):
+    """What a client of a stream is told of a call, by its client's own events: pieces of arguments, and the arguments
+    that the client has put together. Once it was told the name and some arguments, the model goes on."""
+    pieces = []
+
+    def told(piece):
+        pieces.append(piece)
+        half.set()
+
+    hi = [{"role": "user", "content": "Hi"}]
+    if protocol == "chat":
+        asked = {"model": "policy", "messages": hi, "tools": [ADD]}
+        async with openai_of(here) as client, client.chat.completions.stream(**asked) as stream:
+            async for event in stream:
+                if event.type == "tool_calls.function.arguments.delta" and event.arguments_delta:
+                    assert event.name == "add"
+                    told(event.arguments_delta)
+            done = (await stream.get_final_completion()).choices[0]
+        return pieces, done.message.tool_calls[0].function.arguments, done.finish_reason
+    if protocol == "responses":
+        asked = {"model": "policy", "input": hi, "tools": [{"type": "function", **ADD["function"], "strict": False}]}
+        async with openai_of(here) as client, client.responses.stream(**asked) as stream:
+            async for event in stream:
+                if event.type == "response.function_call_arguments.delta":
+                    told(event.delta)
+            done = await stream.get_final_response()
+        (item,) = [item for item in done.output if item.type == "function_call"]
+        assert item.name == "add"
+        return pieces, item.arguments, done.status
+    tool = {"name": "add", "input_schema": ADD["function"]["parameters"]}
+    asked = {"model": "policy", "messages": hi, "max_tokens": 400, "tools": [tool]}
+    async with anthropic_of(here) as client, client.messages.stream(**asked) as stream:
+        async for event in stream:
+            if event.type == "input_json":
+                told(event.partial_json)
+        done = await stream.get_final_message()
+    (block,) = [block for block in done.content if block.type == "tool_use"]
+    assert block.name == "add"
+    return pieces, json.dumps(block.input), done.stop_reason
+
+
+ENDS = {"chat": "tool_calls", "responses": "completed", "messages": "tool_use"}
+
+
+@pytest.mark.parametrize("protocol", ENDS)
+@pytest.mark.parametrize("broken", [False, True])
+async def test_arguments_of_a_call_come_piece_by_piece_before_the_answer_has_ended(protocol, broken):
+    half = asyncio.Event()
+    written = WRITES.replace('"}}', '" "}}') if broken else WRITES
+    async with stand(f"let us see {written}", "ab", half=half) as here:
+        pieces, arguments, end = await pieces_of_call(here, protocol, half)
+        assert len(pieces) > 20
+        assert end == ENDS[protocol]
+        code = json.loads(f'"{CODE}"')
+        if not broken:
+            assert json.loads("".join(pieces)) == json.loads(arguments) == {"a": code}
+            return
+        assert json.loads("".join(pieces) + "}") == {"a": code}  # and no more: what follows is no JSON
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_call_that_was_told_in_pieces_joins_by_its_tokens_when_it_comes_back_whole_or_half(broken):
+    written = WRITES.replace('"}}', '" "}}') if broken else WRITES
+    async with stand(f"let us see {written}", "ab") as here, openai_of(here) as client:
+        messages = [{"role": "user", "content": "Hi"}]
+        stream = await client.chat.completions.create(model="policy", messages=messages, tools=[ADD], stream=True)
+        text, arguments, id = "", "", None
+        async for chunk in stream:
+            delta = chunk.choices[0].delta
+            text += delta.content or ""
+            for call in delta.tool_calls or ():
+                id, arguments = id or call.id, arguments + call.function.arguments
+        call = {"id": id, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages += [
+            {"role": "assistant", "content": text, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": id, "content": "no"},
+        ]
+        await client.chat.completions.create(model="policy", messages=messages, tools=[ADD])
+        checked(here, 2)
+
+
 async def test_clients_that_block_work_as_well():
     async with stand("ab", "abc") as here:
 

@@ -148,12 +148,12 @@ class EnvConfig:
     end_solved: bool = False
     """An episode ends where env.success says that its task is solved."""
     intervener: str | None = None
-    """Who may act in the policy's place while it learns (sac, crossq, iql, dagger): the dotted path of a device in one
-    person's hands, such as rlinf.envs.interventions.Gamepad, or of a function that stands in for a person. It takes
-    what it names of observation, action, steps, instructions, tasks, and returns actions in [-1, 1] and in which
-    environments it acts."""
+    """Device or function that may act in the policy's place while it learns (sac, crossq, iql, dagger): the dotted path
+    of a device in one person's hands, such as rlinf.envs.interventions.Gamepad, or of a function that stands in for a
+    person. It takes what it names of observation, action, steps, instructions, tasks, and returns actions in [-1, 1]
+    and in which environments it acts."""
     intervener_args: dict[str, Any] = field(default_factory=dict)
-    """What the device is made with, or further arguments of the function."""
+    """Arguments of the device, or further ones of the function."""
     num_envs: int = Field(default=16, ge=1)
     """Environments on each host of placement.env."""
     workers: int = Field(default=2, ge=0)

@@ -205,8 +205,8 @@ class SftConfig:
     lr: float = Field(default=2e-3, gt=0)
     """Learning rate (AdamW, constant)."""
     episodes: int = Field(default=256, ge=1)
-    """Of a run with a player (agent.player): episodes that it plays, on tasks of data.train, before the warm-up's first
-    step. All that it says in the model's place is learned, again and again."""
+    """Episodes that a player (agent.player) plays, on tasks of data.train, before the warm-up's first step. All that it
+    says in the model's place is learned, again and again."""
     least_reward: float | None = None
     """Episodes of the player that earn less are left out; null learns from all."""
 

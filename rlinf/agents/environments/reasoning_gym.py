@@ -8,6 +8,7 @@ that its generator has then; the package says what settings a level has.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import math
@@ -15,7 +16,6 @@ import random
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -102,6 +102,12 @@ class ReasoningGym:
             close = nearest(name, generators)
             hint = f"did you mean {close}?" if close else f"there are {', '.join(sorted(generators))}"
             raise UserError(f"reasoning_gym: there is no generator {name!r}; {hint}")
+        known = [field.name for field in dataclasses.fields(generators[name][1]) if field.name not in ("seed", "size")]
+        for key in own:
+            if key not in known and key not in ("seed", "size"):
+                close = nearest(key, known)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
+                raise UserError(f"reasoning_gym: generators.{name}: there is no setting {key!r}; {hint}")
         if curriculum is None:
             return [{"size": self._most, "seed": self._seed * _SEEDS_APART, **own}]
         if name not in curricula:
@@ -179,7 +185,7 @@ class ReasoningGym:
         level, first = self._levels[name], task.id * _TRIES % (_SEEDS_APART // 2)
         for number in range(first, first + _TRIES):
             if not _kept_out(row := self._row(name, level, number)):
-                return replace(task, text=row["question"], answer=row["answer"], row={**task.row, **row})
+                return dataclasses.replace(task, text=row["question"], answer=row["answer"], row={**task.row, **row})
             del self._entries[name, level, number]
         raise UserError(f"reasoning_gym: {name} has too few questions at level {level} to hold any out")
 

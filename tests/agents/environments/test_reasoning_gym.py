@@ -77,8 +77,8 @@ def test_no_question_that_is_held_out_is_learned_from():
 
 @pytest.mark.parametrize(
     ("generators", "named"),
-    [("chain_sun", "chain_sum"), ({"chain_sum": {"terms": 2}}, "chain_sum"), ({"chain_sum": {"size": 0}}, "chain_sum"),
-     ([], "generators")],
+    [("chain_sun", "chain_sum"), ({"chain_sum": {"max_term": 2}}, "chain_sum.*max_terms"),
+     ({"chain_sum": {"size": 0}}, "chain_sum"), ([], "generators")],
 )  # fmt: skip
 def test_a_mistake_names_the_generator(generators, named):
     with pytest.raises(UserError, match=named):

@@ -289,16 +289,16 @@ class _ChatEvents:
     def piece(self, piece: Piece) -> Iterable[bytes]:
         yield from self._opening(piece.number)
         if (call := piece.call) is not None:
-            told = self._calls[piece.number]
+            ids = self._calls[piece.number]
             if call.name in self._customs:  # what they are given is part of their arguments
                 return
             function = {"arguments": piece.text}
-            if call.id in told:
-                entry: dict[str, Any] = {"index": told.index(call.id), "function": function}
+            if call.id in ids:
+                entry: dict[str, Any] = {"index": ids.index(call.id), "function": function}
             else:
-                told.append(call.id)
+                ids.append(call.id)
                 named = {"name": call.name, **function}
-                entry = {"index": len(told) - 1, "id": call.id, "type": "function", "function": named}
+                entry = {"index": len(ids) - 1, "id": call.id, "type": "function", "function": named}
             yield self._chunk(piece.number, {"tool_calls": [entry]})
             return
         key = "content" if piece.kind == "text" else "reasoning_content"
@@ -307,8 +307,8 @@ class _ChatEvents:
     def end(self, results: list[ClientAnswer]) -> Iterable[bytes]:
         for number, result in enumerate(results):
             yield from self._opening(number)
-            told = self._calls[number]
-            for place, each in enumerate([each for each in result.calls if each.id not in told], len(told)):
+            ids = self._calls[number]
+            for place, each in enumerate([each for each in result.calls if each.id not in ids], len(ids)):
                 whole = _call_shown(each, each.name in self._customs)
                 yield self._chunk(number, {"tool_calls": [{"index": place, **whole}]})
             if result.refusal is not None:

@@ -493,8 +493,8 @@ class ClientAnswer:
     def message(self) -> dict[str, Any]:
         """It, as the record knows it when it comes back, with its reasoning or without."""
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
-        told = [call_message(each.name, each.written, each.id, "tool_calls") for each in self.live_calls]
-        if calls := [*told, *(call.message for call in self.calls[len(told) - len(self.half_calls) :])]:
+        pieces = [call_message(each.name, each.written, each.id, "tool_calls") for each in self.live_calls]
+        if calls := [*pieces, *(call.message for call in self.calls[len(pieces) - len(self.half_calls) :])]:
             message["tool_calls"] = calls
         return message
 

@@ -305,15 +305,15 @@ class LiveAnswer:
         if self._calls is None:
             return tuple(calls), ()
         self._calls.read(certain(text, self._reading._replace(stops=()), self._begun).calls)
-        left, live = list(calls), list[LiveCall]()
+        rest, live = list(calls), list[LiveCall]()
         ready: list[formats.ToolCall] = []
         for place, call in enumerate(self._calls.calls):
             id = formats.call_id(self._name, place)
-            if left and (left[0].name, left[0].arguments) == (call.name, call.arguments()):
-                ready.append(replace(left.pop(0), id=id))
+            if rest and (rest[0].name, rest[0].arguments) == (call.name, call.arguments()):
+                ready.append(replace(rest.pop(0), id=id))
                 live.append(LiveCall(id, call.name, call.written))
             elif place < self._count:
                 live.append(LiveCall(id, call.name, call.written, readable=False))
         behind = len(self._calls.calls)
-        more = (replace(call, id=formats.call_id(self._name, behind + n)) for n, call in enumerate(left))
+        more = (replace(call, id=formats.call_id(self._name, behind + n)) for n, call in enumerate(rest))
         return (*ready, *more), tuple(live)

@@ -102,11 +102,11 @@ class ReasoningGym:
             close = nearest(name, generators)
             hint = f"did you mean {close}?" if close else f"there are {', '.join(sorted(generators))}"
             raise UserError(f"reasoning_gym: there is no generator {name!r}; {hint}")
-        known = [field.name for field in dataclasses.fields(generators[name][1]) if field.name not in ("seed", "size")]
+        fields = [field.name for field in dataclasses.fields(generators[name][1]) if field.name not in ("seed", "size")]
         for key in own:
-            if key not in known and key not in ("seed", "size"):
-                close = nearest(key, known)
-                hint = f"did you mean {close}?" if close else f"there are {', '.join(known)}"
+            if key not in fields and key not in ("seed", "size"):
+                close = nearest(key, fields)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(fields)}"
                 raise UserError(f"reasoning_gym: generators.{name}: there is no setting {key!r}; {hint}")
         if curriculum is None:
             return [{"size": self._most, "seed": self._seed * _SEEDS_APART, **own}]

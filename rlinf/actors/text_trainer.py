@@ -241,7 +241,11 @@ class TextTrainer(BaseTrainer):
         free = len(copies) > 1 and alone
         self._runner = runner = AsyncReplicas(self, copies) if free else InStep(self, shares)
         self._packing = Packing(
-            runner.shares, budget, rounds_at_once=runner.rounds_at_once, trees=getattr(self._back, "reads_trees", False)
+            runner.shares,
+            budget,
+            rounds_at_once=runner.rounds_at_once,
+            trees=getattr(self._back, "reads_trees", False),
+            context=getattr(self._back, "context", 1),
         )
 
     # What a subclass says ----------------------------------------------------------------------------------------

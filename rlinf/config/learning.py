@@ -360,7 +360,8 @@ class ParallelConfig:
     interleave: int = Field(default=1, ge=1)
     """Parts of the layers that each stage has, one behind another in turn: a shorter bubble for more messages."""
     context: int = Field(default=1, ge=1)
-    """Processes over which the tokens of each sequence are split, for long answers."""
+    """Processes over which the tokens of each sequence are split, for long answers. `fsdp` leaves those whole on one
+    that are no longer than its part of micro_batch_tokens."""
     expert: int = Field(default=1, ge=1)
     """Processes over which a mixture's experts are spread; they are among those of the copies, not further ones."""
 

@@ -137,6 +137,8 @@ class FsdpBackEnd:
         where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
+        self.context = spec.compute.parallel.context
+        """Ranks among which whole sequences are spread, and those that are too long for one are cut."""
 
     @classmethod
     async def make(cls, ranks: Ranks, spec: ModelSpec, tokenizer: PreTrainedTokenizerBase) -> Self:
@@ -144,7 +146,9 @@ class FsdpBackEnd:
         if refused := "; ".join(stages_refused(compute.parallel)):
             raise ValueError(refused)
         casts = dtype_of(compute.dtype) != torch.float32 and compute.working_copy is False
-        layout = await laid_out(ranks, compute.sharding, compute.parallel, casts=casts)
+        layout = await laid_out(
+            ranks, compute.sharding, compute.parallel, casts=casts, tokens=compute.micro_batch_tokens
+        )
         module = await ranks.compute(cls.build, spec, tokenizer, ranks.device, layout)
         auto = compute.saved_dtype == "auto"
         saved = await ranks.compute(own_dtype, spec.source) if auto else dtype_of(compute.saved_dtype)
@@ -382,7 +386,9 @@ class FsdpBackEnd:
         return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
 
 
-async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, casts: bool) -> Layout:
+async def laid_out(
+    ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | None = None, *, casts: bool, tokens: int = 0
+) -> Layout:
     """Make the layout of a model on its ranks; a collective.
 
     Args:
@@ -390,6 +396,7 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
         sharding: as it was configured.
         parallel: how one copy is split; None for not.
         casts: FSDP2 casts layers, on a single rank too.
+        tokens: of a micro-batch, so that a context's ranks know what they have room for.
 
     Raises:
         ValueError: see `arranged`.
@@ -416,6 +423,7 @@ async def laid_out(ranks: Ranks, sharding: Sharding, parallel: ParallelConfig | 
             all_of_it,
             all_of_it if split.tensor == 1 else await some(together[part :: split.tensor], "context"),
             all_of_it if split.context == 1 else await some(together[first : first + split.tensor], "tensor"),
+            tokens // split.context,
         )
     return Layout(
         ranks.mesh,

@@ -346,6 +346,9 @@ class Packing:
     """Rounds that are computed at the same time, so the last ones are balanced over as many."""
     trees: bool = False
     """Beginnings that neighbours share are read once: they count once, and the neighbours stay together."""
+    context: int = 1
+    """Ranks of a share that split what is too long for one of them. Rows of at most their part of the budget lie whole
+    on one, in micro-batches of their own, which have a part for each of those ranks."""
 
 
 class _Branch(NamedTuple):
@@ -368,39 +371,77 @@ class MicroBatchPacker:
     """
 
     def __init__(self, packing: Packing):
-        self._packing = packing
+        self._packing, self._context = packing, packing.context
+        self._parts, self._room = packing.ranks * packing.context, max(1, packing.budget // packing.context)
         self._branches: list[_Branch] = []
         self._tokens = 0
+        self._long = MicroBatchPacker(replace(packing, context=1)) if packing.context > 1 else None
+        self._linked: list[Row] = []  # the last ones, which are long if one is that they share most with
         self.whole = self.fresh = self.learned = 0
         """Tokens of all rows that came out, those of them that are read, and those that are learned."""
 
     def numbers(self) -> dict[str, float]:
         """Metrics of the rows that came out: tokens that are read for each learned one, and the share of all that need
         not be read again."""
-        if not self.learned:
-            return {}
-        return {"tokens_read/per_learned": self.fresh / self.learned, "tokens_read/saved": 1 - self.fresh / self.whole}
+        every = [self] if self._long is None else [self, self._long]
+        whole, fresh, learned = (sum(getattr(one, of) for one in every) for of in ("whole", "fresh", "learned"))
+        return {"tokens_read/per_learned": fresh / learned, "tokens_read/saved": 1 - fresh / whole} if learned else {}
 
     def push(self, rows: Sequence[Row]) -> Iterator[Round]:
         """More rows; the rounds that are full."""
+        if self._long is not None:
+            long, rows = self._by_length(rows)
+            yield from self._long.push(long)
         self._add(rows)
-        if self._tokens > self._packing.ranks * self._packing.budget:  # otherwise no round can be full
+        if self._tokens > self._parts * self._room:  # otherwise no round can be full
             pieces = self._pieces()
-            while len(pieces) > self._packing.ranks:  # the last piece may still grow
-                yield self._assign(pieces[: self._packing.ranks], self._packing.ranks)
-                pieces = pieces[self._packing.ranks :]
+            while len(pieces) > self._parts:  # the last piece may still grow
+                yield self._dealt(self._assign(pieces[: self._parts], self._parts))
+                pieces = pieces[self._parts :]
             self._branches = [branch for piece in pieces for branch in piece]
             self._tokens = sum(map(_size, pieces))
 
     def close(self, rows: Sequence[Row] = ()) -> Iterator[Round]:
         """No more rows come than these; the last rounds, of which some may be smaller."""
+        if self._long is not None:
+            long, rows = self._by_length(rows, last=True)
+            yield from self._long.close(long)
         self._add(rows)
-        pieces, at_once = self._pieces(), self._packing.ranks * self._packing.rounds_at_once
+        pieces, at_once = self._pieces(), self._parts * self._packing.rounds_at_once
         for start in range(0, len(pieces), at_once):
             assigned = self._assign(pieces[start : start + at_once], at_once)
-            rounds = [assigned[first : first + self._packing.ranks] for first in range(0, at_once, self._packing.ranks)]
+            rounds = [self._dealt(assigned[first : first + self._parts]) for first in range(0, at_once, self._parts)]
             yield from (round for round in rounds if any(round))
         self._branches, self._tokens = [], 0
+
+    def _dealt(self, parts: Round) -> Round:
+        """The rows of each share, whose ranks have a part each."""
+        ends = range(0, len(parts), self._context)
+        return tuple(tuple(row for part in parts[end : end + self._context] for row in part) for end in ends)
+
+    def _by_length(self, rows: Sequence[Row], *, last: bool = False) -> tuple[list[Row], list[Row]]:
+        """Rows that a rank has no room for, and the others. With the long ones go neighbours that share a prompt and
+        most of their tokens with them: to be read once. Of the last ones that is not known until the next comes."""
+        every, together = [*self._linked, *rows], self._packing.together
+        self._linked = []
+        again = [0] * len(every)
+        if self._packing.trees and every:
+            again = overlaps(whole_texts(every), range(len(every))).tolist()
+        runs: list[list[Row]] = []
+        for start in range(0, len(every), together):
+            unit, before = every[start : start + together], every[start - 1] if start else None
+            if before is not None and _go_on(before, unit[0], again[start]) and _mostly(before, unit[0], again[start]):
+                runs[-1] += unit
+            else:
+                runs.append(unit)
+        if runs and self._packing.trees and not last:
+            self._linked = runs.pop()
+        long = [any(row.size > self._room for row in run) for run in runs]
+        parted = (
+            [row for run, apart in zip(runs, long, strict=True) if apart is which for row in run]
+            for which in (True, False)
+        )
+        return next(parted), next(parted)
 
     def _add(self, rows: Sequence[Row]) -> None:
         if not rows:
@@ -420,7 +461,7 @@ class MicroBatchPacker:
     def _pieces(self) -> list[list[_Branch]]:
         """The rows that are held, in micro-batches."""
         sizes, again = ([branch[of] for branch in self._branches] for of in (1, 2))
-        return list(cut_tree(self._branches, sizes, again, self._packing.budget))  # type: ignore[arg-type]
+        return list(cut_tree(self._branches, sizes, again, self._room))  # type: ignore[arg-type]
 
     def _assign(self, pieces: Sequence[Sequence[_Branch]], ranks: int) -> Round:
         """Rows of so many ranks, balanced over them by tokens: the most first, each to the rank with least so far
@@ -458,6 +499,11 @@ def tree_rows(rows: Sequence[Row], packing: Packing) -> Sequence[Row]:
 def _go_on(before: Row, row: Row, count: int) -> bool:
     """Two neighbours that share so many tokens share a whole prompt."""
     return count >= min(len(before.prompt_ids), len(row.prompt_ids))
+
+
+def _mostly(before: Row, row: Row, count: int) -> bool:
+    """So many tokens are most of the shorter of two rows."""
+    return 2 * count > min(before.size, row.size)
 
 
 def _size(branches: Sequence[_Branch]) -> int:

@@ -21,8 +21,14 @@ from tests.training.programs.splits import CASES, EXPERTS, FROM, batch
 
 PROGRAM = Path(__file__).parent / "programs" / "splits.py"
 RUNS = {
-    2: ("context, windows", "tensor", "expert", "expert, Mixtral"),
-    4: ("tensor, context, expert", "tensor and slices", "tensor in copies"),
+    2: ("context, windows", "context, whole answers", "tensor", "expert", "expert, Mixtral"),
+    4: (
+        "tensor, context, expert",
+        "context in fours",
+        "context in copies",
+        "tensor and slices",
+        "tensor in copies",
+    ),
 }
 """By number of ranks, what is examined."""
 PATIENCE = 150.0
@@ -56,7 +62,7 @@ def plain(name):
     steps, weights = [], []
     for _ in range(3):
         optimizer.zero_grad()
-        loss, logprobs = by_itself(net)
+        loss, logprobs = by_itself(net, case.recipe)
         loss.backward()
         gradients = toys.gradients(net)
         norm = float(torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP))
@@ -66,15 +72,17 @@ def plain(name):
     return steps, weights
 
 
-def by_itself(net):
+def by_itself(net, recipe):
     total, count, found = torch.zeros(()), 0, []
     for row in batch():
         ids = torch.tensor([[*row.prompt_ids, *row.response_ids]])
         spread = torch.log_softmax(net(ids).logits[0, len(row.prompt_ids) - 1 : -1] / row.temperature, -1)
         logprobs = spread.gather(1, torch.tensor(row.response_ids)[:, None])[:, 0]
         ratio = (logprobs - torch.tensor(row.old_logprobs)).exp()
+        if recipe == "gspo":  # of the geometric mean of its tokens' ratios; every answer counts as one
+            ratio = ratio.log().mean()[None].exp()
         total = total + torch.maximum(-row.advantage * ratio, -row.advantage * ratio.clamp(0.8, 1.28)).sum()
-        count += len(logprobs)
+        count += len(ratio)
         found.append(logprobs.detach())
     return total / count, torch.cat(found)
 
@@ -99,7 +107,11 @@ class TestASplitModel:
         assert max(float((found[key] - gradients[key]).abs().max()) for key in found) < 1e-6
         for told, (loss, norm, *_) in zip(results[name]["steps"], steps, strict=False):
             assert (told["loss"], told["grad_norm"]) == pytest.approx((loss, norm), rel=1e-6)
-            assert told["weight"] == sum(len(row.response_ids) for row in batch())
+            assert told["weight"] == (
+                8 if CASES[name].recipe == "gspo" else sum(len(row.response_ids) for row in batch())
+            )
+        if "context" in CASES[name].parallel:  # and they stay whole where there is room for them
+            assert ("micro_batch_tokens" not in CASES[name].settings) in results[name]["wholes"]
 
     def test_learns_what_it_learns_and_publishes_it_whole(self, results, name):
         _, weights = plain(name)

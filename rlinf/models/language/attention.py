@@ -56,26 +56,79 @@ def all_keys(key: Tensor, value: Tensor, pieces: Pieces) -> tuple[Tensor, Tensor
 def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores: Scores, rule: Rule) -> Tensor:
     """Attention of every piece, one after the other, [tokens of the share, heads, value size].
 
+    Of long pieces it keeps what all have of keys and values, and nothing else: a mask of a piece has more numbers than
+    a layer has of its tokens, and so have keys that are repeated for every head.
+
     Args:
         query: of the share, [tokens, heads, size].
         key, value: of all shares, see `all_keys`.
         pieces: who sees whom.
         scores, rule: as for all attention.
     """
-    queries, keys_values = (
-        query.index_select(0, pieces.queries),
-        [each.index_select(0, pieces.keys) for each in (key, value)],
-    )
-    sizes, lengths = [size for size, _ in pieces.lengths], [end for _, end in pieces.lengths]
+    sizes, ends = [size for size, _ in pieces.lengths], [end for _, end in pieces.lengths]
+    long = [size * end >= _LONG for size, end in pieces.lengths]
+    key_rows = pieces.keys.split(ends)
+    short = [rows for rows, apart in zip(key_rows, long, strict=True) if not apart]
+    at_once = torch.cat(short) if any(long) and short else pieces.keys
+    parts = [iter(each.index_select(0, at_once).split([len(rows) for rows in short])) for each in (key, value) if short]
     done = []
-    for part, keys, values in zip(queries.split(sizes), *(each.split(lengths) for each in keys_values), strict=True):
-        size, end = len(part), len(keys)
-        visible = rule.within(end, query.device)
-        if visible is None:
-            visible = torch.ones(size, end, dtype=torch.bool, device=query.device).tril(end - size)
-        rows = [each.transpose(0, 1)[None] for each in (part, keys, values)]
-        done.append(scores.attend(rows[0], rows[1], rows[2], visible[-size:])[0].transpose(0, 1))
+    queries = query.index_select(0, pieces.queries).split(sizes)
+    for part, rows, apart in zip(queries, key_rows, long, strict=True):
+        if not apart:
+            done.append(_last(part, next(parts[0]), next(parts[1]), scores, rule))
+            continue
+        begin = len(rows) - len(part)
+        for block in part.split(_BLOCK):
+            begin += len(block)
+            done.append(checkpoint(_block, block, key, value, rows[:begin], scores, rule, pieces, **_RECOMPUTED))
     return _restored(done, query, key, value, pieces)
+
+
+_LONG = 1 << 20
+"""Pairs of queries and keys from which on a piece is computed in blocks, and again for the gradient: their mask takes
+4 MiB in float32, and a block's time is a hundred times what computing it apart costs."""
+_BLOCK = 256
+"""Queries of a block: its mask for 16,384 keys takes 16 MiB in float32, and shorter ones gather keys more often."""
+_RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+
+
+def _block(
+    query: Tensor, key: Tensor, value: Tensor, rows: Tensor, scores: Scores, rule: Rule, pieces: Pieces
+) -> Tensor:
+    """Attention of neighbours to what they see of a sequence, whose rows these are of keys and values."""
+    window = rule.window(len(rows))
+    if window is None:
+        mask = rule.within(len(rows), query.device, len(rows) - len(query))
+    else:
+        rows = rows[max(0, len(rows) - len(query) - window + 1) :]
+        dtype = torch.bool if not scores.plain else wide(query[:0]).dtype if query.device.type == "cpu" else query.dtype
+        mask = _corner(pieces, window, len(query), len(rows), dtype, query.device)
+    parts = [each.transpose(0, 1)[None] for each in (query, key.index_select(0, rows), value.index_select(0, rows))]
+    return scores.attend(parts[0], parts[1], parts[2], mask)[0].transpose(0, 1)
+
+
+def _last(query: Tensor, key: Tensor, value: Tensor, scores: Scores, rule: Rule) -> Tensor:
+    """Attention of the last tokens of a sequence to all of it."""
+    mask = rule.within(len(key), query.device, len(key) - len(query))
+    parts = [each.transpose(0, 1)[None] for each in (query, key, value)]
+    return scores.attend(parts[0], parts[1], parts[2], mask)[0].transpose(0, 1)
+
+
+def _corner(pieces: Pieces, window: int, queries: int, keys: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The mask of so many last queries and keys of a sequence, each of which sees so many keys.
+
+    Whom they see depends on how far both are from its end. So each mask is a corner of the largest, which is made once:
+    bool, or to be added to scores, which spares plain attention to make it so every time.
+    """
+    longest = max(end for _, end in pieces.lengths)
+    kind = min(window, longest), dtype
+    if kind not in pieces.masks:
+        most = min(longest, _BLOCK + kind[0])
+        mask = _band(most, kind[0], device, max(0, most - _BLOCK))
+        if dtype != torch.bool:
+            mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
+        pieces.masks[kind] = mask
+    return pieces.masks[kind][-queries:, -keys:]
 
 
 def by_kernel(

@@ -492,12 +492,13 @@ class PolicyModel(nn.Module):
         if batch.images and self.pictures is None:
             raise ValueError(f"{type(self.model).__name__} reads no pictures, and prompts have {len(batch.images)}")
         if self.packs:
+            texts = batch if share is None else share.texts
             layout = Layout.of(
-                batch.lengths,
+                texts.lengths,
                 batch.ids.device,
                 self.computes_in,
-                batch.places,
-                stands=batch.stands,
+                texts.places,
+                stands=texts.stands,
                 kernel=self.kernel,
                 pieces=None if share is None else share.pieces,
                 refusals=self._refusals,
@@ -583,6 +584,9 @@ class PolicyModel(nn.Module):
         without(self.pictures, probe, vocabulary)
         refused: list[str] = []
         self._use(packs=False, plain_head=False)
+        division = self._division
+        if division is not None:  # cut sequences are what a model may refuse; whole ones are as without others
+            self._division = replace(division, room=0)
         waits = self._compile == "auto" and self._division is None and self._may_pay(device)
         truth = self._truth(probe, learns=self._compile is True or device.type != "cpu")
         for kernel, packs, plain_head in self._ways(device):
@@ -603,6 +607,7 @@ class PolicyModel(nn.Module):
                 refused.append(why)
             if not self.mixture.routers.understood:
                 self.mixture = None
+        self._division = division
         if self._division is not None and self._compile is True:
             raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
         if waits:

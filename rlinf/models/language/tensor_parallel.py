@@ -8,9 +8,10 @@ Tokens. From a `Packed` micro-batch that all ranks have, `Division.share` makes 
 their own, and says which of the others' tokens they see (`Pieces`). Causal attention costs a token what came before it,
 so a rank that had the end of a long answer would work longest. All tokens are cut into twice as many chunks as there
 are context ranks, and a rank has one from the front and one from the back (zig-zag; Llama 3, arXiv:2407.21783, section
-3.3.2). Tensor ranks cut such a share once more, in order: they have it whole while they compute with split matrices,
-and a part of it everywhere else. So each rank has tokens of its own wherever weights are whole, and the gradients of
-all ranks are summed, for every weight, with no exception.
+3.3.2). Sequences that a rank has room for lie whole on one, where that is about even: then none waits for the others'
+keys, and attention is that of any packed batch. Tensor ranks cut such a share once more, in order: they have it whole
+while they compute with split matrices, and a part of it everywhere else. So each rank has tokens of its own wherever
+weights are whole, and the gradients of all ranks are summed, for every weight, with no exception.
 
 Matrices. They are split by the plan of the model's class (`base_model_tp_plan` of transformers' configurations).
 Between modules with split matrices every rank has tokens of its own: they are gathered where such a module begins, and
@@ -25,9 +26,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -150,6 +152,8 @@ class Pieces:
     """Where each piece begins in `queries`, and the end of the last, int32 [pieces + 1]."""
     key_bounds: Tensor
     """Where each piece begins in `keys`, and the end of the last, int32 [pieces + 1]."""
+    masks: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)
+    """Masks of long pieces, by the window and the dtype: all layers take their blocks' from the same ones."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,10 +164,13 @@ class Share:
     """Its tokens, and the learned tokens that these predict."""
     positions: Tensor
     """Positions of the tokens that the tensor ranks have together, int64."""
-    pieces: Pieces
-    """The pieces of sequences that this rank computes, and the keys that each may see."""
+    pieces: Pieces | None
+    """The pieces of sequences that this rank computes, and the keys that each may see; None where it has whole ones."""
+    texts: Packed
+    """Where the sequences lie that its attention is about: in the whole micro-batch for pieces, else in the tokens that
+    the tensor ranks have together."""
     tokens: Tensor
-    """Which token of the whole micro-batch each of ours is, int64; the last one for padding."""
+    """Which token of the whole micro-batch each of ours is, int64; any one for padding."""
     own_rows: Tensor
     """Which learned tokens of the whole micro-batch ours are, int64."""
     places: Tensor
@@ -189,6 +196,8 @@ class Division:
     """Those that have other shares, in order; None for one share."""
     tensor: DeviceMesh | None = None
     """Those that have other parts of the same share, in order; None for one part."""
+    room: int = 0
+    """Tokens of whole sequences that a share may have; 0: all sequences are cut."""
 
     @property
     def lead(self) -> bool:
@@ -199,20 +208,30 @@ class Division:
         """This rank's part of a micro-batch, which all of them have on the same device."""
         ranks, parts = self.together.size(), 1 if self.tensor is None else self.tensor.size()
         me = self.together.get_local_rank()
-        tokens = len(batch.ids)
-        order = zigzag(tokens, ranks // parts, parts)
-        stood = np.empty(order.size, np.int64)  # of each token, its place in the shares laid end to end
-        stood[order.reshape(-1)] = np.arange(order.size)
-        share = order[me // parts]
-        part = share.reshape(parts, -1)[me % parts]
+        tokens, shares = len(batch.ids), ranks // parts
         stands = batch.stands if batch.stands is not None else np.arange(sum(batch.lengths))
-        predicting = stood[stands[batch.predictors.cpu().numpy()]]
-        own_rows, places, most = _spread(predicting // len(part), ranks, me)
-        lengths, arrays = _pieces(batch.lengths, stands, share, stood, tokens)
+        predictors = batch.predictors.cpu().numpy()
+        apart = shares > 1 and not (batch.parts or batch.tenants)
+        runs = whole_runs(batch.lengths, stands, shares, self.room) if apart else None
+        lengths: tuple[tuple[int, int], ...] = ()
+        arrays, texts = list[np.ndarray](), batch
+        if runs is None:
+            order = zigzag(tokens, shares, parts)
+            stood = np.empty(order.size, np.int64)  # of each token, its place in the shares laid end to end
+            stood[order.reshape(-1)] = np.arange(order.size)
+            share = order[me // parts]
+            owner, within = np.divmod(stood[stands[predictors]], len(share) // parts)
+            lengths, arrays = _pieces(batch.lengths, stands, share, stood, tokens)
+        else:
+            wholes = [_whole(batch.lengths, stands, runs == number, parts) for number in range(shares)]
+            share, texts = wholes[me // parts].tokens, wholes[me // parts].of(batch)
+            owner, within = _predicting(wholes, np.repeat(runs, batch.lengths)[predictors], predictors, parts)
+        part = share.reshape(parts, -1)[me % parts]
+        own_rows, places, most = _spread(owner, ranks, me)
         at_hand = [
             np.minimum(part, tokens - 1),
             np.minimum(share, tokens - 1),
-            predicting[own_rows] - me * len(part),
+            within[own_rows],
             own_rows,
             places,
             *arrays,
@@ -233,9 +252,10 @@ class Division:
             alike=None,
             temperature=None if batch.temperature is None else batch.temperature.index_select(0, mine),
         )
-        pieces = Pieces(None if self.context is None else self.context.get_group(), lengths, *rest)
+        group = None if self.context is None else self.context.get_group()
+        pieces = Pieces(group, lengths, *rest) if runs is None else None
         positions = batch.positions.index_select(0, shared)
-        return Share(own, positions, pieces, computed, mine, back, most, self.together.get_group())
+        return Share(own, positions, pieces, texts, computed, mine, back, most, self.together.get_group())
 
 
 def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
@@ -249,6 +269,110 @@ def zigzag(tokens: int, shares: int, parts: int) -> np.ndarray:
     chunk = -(-tokens // (2 * shares * parts)) * parts
     chunks = np.arange(2 * shares * chunk).reshape(2 * shares, chunk)
     return np.concatenate([chunks[:shares], chunks[: shares - 1 : -1]], axis=1)
+
+
+_EVEN = 1.3
+"""How many times an even share the largest may have for sequences to stay whole: cutting short ones costs as much, in
+gathered keys and in attention of many small pieces (`benchmarks/long_answers.py`, case `short`)."""
+
+
+def whole_runs(lengths: Sequence[int], stands: np.ndarray, shares: int, room: int) -> np.ndarray | None:
+    """The share of each sequence where they stay whole, int64 [sequences]: runs of neighbours, of which the largest is
+    as small as it can be. None where one would be larger than `room`, or far from even.
+
+    Args:
+        lengths: tokens of each sequence.
+        stands: which token stands at each place of the sequences laid end to end.
+        shares: how many runs there may be.
+        room: most tokens of a run; what its sequences share with each other counts once.
+    """
+    if max(lengths) > room:
+        return None
+    every = np.split(stands, np.cumsum(lengths)[:-1])
+    again = [0, *(_alike(*pair) for pair in pairwise(every))]
+    fresh = sum(lengths) - sum(again)
+    least, most = max(*lengths, -(-fresh // shares)), fresh
+    while least < most:
+        middle = (least + most) // 2
+        if _filled(lengths, again, middle)[-1] < shares:
+            most = middle
+        else:
+            least = middle + 1
+    even = -(-(int(stands.max()) + 1) // shares)  # of tokens that are read once if sequences are cut
+    return None if least > min(room, _EVEN * even) else np.array(_filled(lengths, again, least))
+
+
+def _alike(one: np.ndarray, other: np.ndarray) -> int:
+    """How many leading tokens two sequences share."""
+    count = min(len(one), len(other))
+    differ = one[:count] != other[:count]
+    return int(differ.argmax()) if differ.any() else count
+
+
+def _filled(lengths: Sequence[int], again: Sequence[int], room: int) -> list[int]:
+    """The number of the run of each sequence, where each run is filled as far as there is room."""
+    runs, number, load = [], 0, 0
+    for length, shared in zip(lengths, again, strict=True):
+        more = length - shared if load else length
+        if load + more > room:
+            number, load, more = number + 1, 0, length
+        load += more
+        runs.append(number)
+    return runs
+
+
+class _Whole(NamedTuple):
+    """A share of whole sequences."""
+
+    tokens: np.ndarray
+    """Of the micro-batch, int64, in the order in which its sequences have them; padding is the first one again."""
+    lengths: tuple[int, ...]
+    """Of its sequences; the last is padding, if there is any."""
+    stands: np.ndarray
+    """Which of `tokens` stands at each place of its sequences laid end to end, int64."""
+    places: np.ndarray
+    """For each place of all sequences of the micro-batch the one in `tokens`, int64; anything for those of others."""
+
+    def of(self, batch: Packed) -> Packed:
+        """The micro-batch with these sequences alone."""
+        shared = len(self.tokens) < len(self.stands)
+        return replace(batch, lengths=self.lengths, places=None, stands=self.stands if shared else None)
+
+
+def _whole(lengths: Sequence[int], stands: np.ndarray, mine: np.ndarray, parts: int) -> _Whole:
+    """The share of these sequences, bool [sequences], in a number of tokens that can be split evenly."""
+    here = np.repeat(mine, lengths)
+    tokens, first, local = np.unique(stands[here], return_index=True, return_inverse=True)
+    order = np.argsort(first)  # what a sequence adds must follow what those before it have
+    rank = np.empty_like(order)
+    rank[order] = np.arange(len(order))
+    local = rank[local]
+    places = np.zeros(len(stands), np.int64)
+    places[here] = local
+    padding = max(-len(tokens) % parts, 0 if len(tokens) else parts)
+    own = tuple(length for length, is_mine in zip(lengths, mine.tolist(), strict=True) if is_mine)
+    return _Whole(
+        np.concatenate([tokens[order], np.zeros(padding, np.int64)]),
+        (*own, padding) if padding else own,
+        np.concatenate([local, len(tokens) + np.arange(padding)]),
+        places,
+    )
+
+
+def _predicting(
+    wholes: Sequence[_Whole], share: np.ndarray, predictors: np.ndarray, parts: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The rank that predicts each learned token, and by which of its tokens, int64 [learned] each.
+
+    Args:
+        wholes: all shares.
+        share: of each learned token.
+        predictors: see `Packed`.
+        parts: ranks of a share.
+    """
+    at = np.stack([each.places[predictors] for each in wholes])[share, np.arange(len(share))]
+    sizes = np.array([len(each.tokens) // parts for each in wholes])[share]
+    return share * parts + at // sizes, at % sizes
 
 
 def _spread(owner: np.ndarray, ranks: int, me: int) -> tuple[np.ndarray, np.ndarray, int]:

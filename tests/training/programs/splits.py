@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM
 import rlinf
 from rlinf import endpoint
 from rlinf.actors.base import SpmdActor
+from rlinf.algos import recipes
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, Row, pack
 from rlinf.data.tokenizer import load_tokenizer
+from rlinf.models.language import tensor_parallel
 from rlinf.models.language.build import ModelSpec
 from rlinf.training.backend import back_end_of
 from rlinf.training.checkpoint import STATE, write_checkpoint
@@ -45,6 +47,13 @@ class Case:
     """Further settings of the model's configuration."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further model settings."""
+    recipe: str = "grpo"
+    """What is learned by."""
+
+    @property
+    def algorithm(self) -> Any:
+        """The recipe, with a clip that some ratios reach."""
+        return recipes.get(self.recipe, {"loss": {"clip_low": 0.2, "clip_high": 0.28}})
 
 
 WINDOW = {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 0}
@@ -53,14 +62,20 @@ EXPERTS = {
     "tie_word_embeddings": False, "decoder_sparse_step": 1, "mlp_only_layers": [1], "num_hidden_layers": 3,
 }  # fmt: skip
 CHECKPOINTED = {"gradient_checkpointing": True}
+CUT = {"micro_batch_tokens": 4}
+"""No rank has room for a whole sequence."""
+GEMMA = {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 8}
 CASES: dict[str, Case] = {
-    "context, windows": Case("qwen2", {"context": 2}, more=WINDOW),
+    "context, windows": Case("qwen2", {"context": 2}, more=WINDOW, settings=CUT),
+    "context, whole answers": Case("gemma2", {"context": 2}, more=GEMMA, recipe="gspo"),
     "tensor": Case("qwen2", {"tensor": 2}, settings=CHECKPOINTED),
     "expert": Case("qwen3_moe", {"expert": 2}, more=EXPERTS),
     "expert, Mixtral": Case("mixtral", {"expert": 2}, more={"num_local_experts": 4, "head_dim": 8}),
     "tensor, context, expert": Case(
         "qwen3_moe", {"tensor": 2, "context": 2, "expert": 4}, more=EXPERTS, settings=CHECKPOINTED
     ),
+    "context in fours": Case("llama", {"context": 4}, settings=CUT, recipe="gspo"),
+    "context in copies": Case("gemma2", {"context": 2}, sharding="replicate", more=GEMMA, settings=CUT),
     "tensor and slices": Case("qwen2", {"tensor": 2}, more=WINDOW),
     "tensor in copies": Case(parallel={"tensor": 2}, sharding="hybrid"),
 }
@@ -123,8 +138,10 @@ class Split(SpmdActor):
     @endpoint
     async def examine(self, name: str, directory: Path, begun: Path | None) -> dict[str, Any]:
         """One case: what it gives, what it learns and saves, and a step from what others saved."""
+        self._algorithm = CASES[name].algorithm
         back, optimization = await self._made(CASES[name])
-        found = await self.compute(self._learned, back, optimization)
+        with mock.patch.object(tensor_parallel, "whole_runs", self._watched(tensor_parallel.whole_runs)):
+            found = await self.compute(self._learned, back, optimization)
         copies = await self.compute(back.copies, optimization, 2, {}, self._tokenizer)
         await write_checkpoint(directory / name, copies, lead=self.rank == 0)
         if begun is not None:
@@ -134,6 +151,17 @@ class Split(SpmdActor):
                 back, _ = await self._made(CASES[name], source=str(begun / MODEL))
             found["read"] = await self.compute(self._exported, back)
         return found if self.rank == 0 else {}
+
+    def _watched(self, whole_runs: Any) -> Any:
+        """It, noting whether sequences stay whole."""
+
+        def runs(*arguments: Any) -> Any:
+            given = whole_runs(*arguments)
+            self._wholes.add(given is not None)
+            return given
+
+        self._wholes = set[bool]()
+        return runs
 
     def _continued(self, back: Any, optimization: Any, directory: Path) -> dict[str, torch.Tensor]:
         back.restore(optimization, directory / STATE)
@@ -146,7 +174,7 @@ class Split(SpmdActor):
     def _step(self, back: Any, optimization: Any) -> dict[str, float]:
         shares = max(back.data_ranks) + 1
         for mine in micro_batches(back.data_ranks[self.rank], shares):
-            learn_policy(optimization, mine, toys.SPEC)
+            learn_policy(optimization, mine, self._algorithm)
         gathered_sums, numbers = optimization.step()
         return {**numbers, "weight": float(gathered_sums.weight)}
 
@@ -171,6 +199,7 @@ class Split(SpmdActor):
             "steps": steps,
             "exported": self._exported(back),
             "shares": list(back.data_ranks),
+            "wholes": self._wholes,
         }
 
 

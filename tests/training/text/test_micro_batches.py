@@ -133,6 +133,36 @@ def test_of_trees_what_is_read_is_within_the_budget(forks, ranks, budget, random
     assert numbers["tokens_read/saved"] == 1 - cutter.fresh / sum(row.size for row in made)
 
 
+@given(FORKS, st.integers(1, 3), st.integers(2, 3), st.integers(12, 90), st.randoms(use_true_random=False))
+def test_rows_that_one_rank_has_no_room_for_are_computed_apart(forks, ranks, context, budget, random):
+    texts = [[1, 2]]
+    for number, (other, kept, more) in enumerate(forks):
+        texts.append([*texts[other % len(texts)][: 1 + kept], *range(100 * number, 100 * number + 4 * more)])
+    made = [Row(np.array(text[:1]), np.array(text[1:])) for text in texts]
+    packing = Packing(ranks, budget, trees=random.random() < 0.5, context=context)
+    rest, found = list(tree_rows(made, packing)), []
+    for at_once in (len(made), 1):
+        cutter, rounds = MicroBatchPacker(packing), []
+        for start in range(0, len(made), at_once):
+            rounds += cutter.push(rest[start : start + at_once])
+        rounds += cutter.close()
+        found.append(sorted([[id(row) for row in part] for part in dealt] for dealt in rounds))
+        assert all(len(dealt) == ranks for dealt in rounds)
+    assert found[0] == found[1]
+    assert sorted(key for dealt in rounds for part in dealt for key in map(id, part)) == sorted(map(id, made))
+    for part in itertools.chain(*rounds):
+        size_of = {row: row.size for row in part}
+        long = max(size_of.values(), default=0) > budget // context
+        texts = [(*row.prompt_ids, *row.response_ids) for row in part]
+        read = (
+            {text[: end + 1] for text in texts for end in range(len(text))}
+            if packing.trees
+            else range(sum(size_of.values()))
+        )
+        assert len(part) < 2 or len(read) <= budget
+        assert packing.trees or not long or min(size_of.values()) > budget // context
+
+
 def test_a_tree_is_cut_where_least_is_read_again():
     sizes = [20, 3, 3, 3]
     assert list(cut_tree("abcd", sizes, [0, 1, 2, 2], 23)) == [["a"], ["b", "c", "d"]]

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from transformers.masking_utils import sliding_window_causal_mask_function
 
 from rlinf.data.packing import Row, pack
+from rlinf.data.prefix_tree import begins_of
+from rlinf.models.language import attention
 from rlinf.models.language.attention import _CAUSAL, Rule, Scores, by_kernel, of_pieces
 from rlinf.models.language.kernels import Kernel, kernel_of
-from rlinf.models.language.tensor_parallel import Division, zigzag
+from rlinf.models.language.tensor_parallel import Division, whole_runs, zigzag
 
 HEADS, KEYS, SIZE = 4, 2, 16
 
@@ -111,3 +115,76 @@ def test_ranks_together_give_the_attention_of_each_sequence_by_itself(way, ranks
 
 
 PIECES = ("queries", "keys", "restore", "query_bounds", "key_bounds")
+
+
+FORKS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 12), st.integers(1, 9)), min_size=2, max_size=14)
+
+
+@settings(max_examples=30)
+@given(FORKS, st.integers(2, 3), st.integers(1, 2))
+def test_sequences_that_stay_whole_lie_with_all_their_tokens_on_one_share(forks, shares, parts):
+    texts = [[1, 2]]
+    for number, (other, kept, more) in enumerate(forks):
+        texts.append([*texts[other % len(texts)][: 1 + kept], *range(100 * number, 100 * number + more)])
+    packed = pack([Row(np.array(text[:1]), np.array(text[1:])) for text in texts])
+    ranks = [
+        Division(Together(shares * parts, me), None, Together(parts, me % parts) if parts > 1 else None, 999).share(
+            packed
+        )
+        for me in range(shares * parts)
+    ]
+    assume(ranks[0].pieces is None)
+    assert sorted(torch.cat([rank.own_rows for rank in ranks]).tolist()) == [*range(len(packed.targets))]
+    whole = [tuple(ids.tolist()) for ids in read(packed, packed.ids)]
+    seen, fullest = [], 0
+    for first in range(0, len(ranks), parts):
+        mine = ranks[first : first + parts]
+        ids, own = torch.cat([rank.batch.ids for rank in mine]), mine[0].texts
+        fullest = max(fullest, len(ids))
+        for text, at in zip(read(own, ids), read(own, mine[0].positions), strict=True):
+            if tuple(text.tolist()) in whole or at.tolist() == [*range(len(at))]:  # and no padding
+                seen.append(tuple(text.tolist()))
+                assert at.tolist() == [*range(len(at))]
+        if own.stands is not None:  # what a sequence has alone lies behind what those before it have
+            assert (np.array(own.lengths) - begins_of(own.lengths, own.stands)).sum() == len(ids)
+    assert not set(whole) - set(seen)
+    assert fullest <= parts + 1.3 * -(-len(packed.ids) // shares)
+    for rank in ranks:
+        for values in ("ids", "positions"):
+            theirs = getattr(packed, values)[packed.predicting()][rank.own_rows]
+            assert torch.equal(getattr(rank.batch, values)[rank.batch.predictors], theirs)
+        assert torch.equal(rank.batch.targets, packed.targets[rank.own_rows])
+
+
+def read(packed, values):
+    """Values of tokens, by sequence."""
+    stands = packed.stands if packed.stands is not None else np.arange(sum(packed.lengths))
+    return values[torch.from_numpy(stands)].split(packed.lengths)
+
+
+def test_sequences_are_cut_where_one_has_no_room_or_they_would_lie_unevenly():
+    assert whole_runs([5, 5, 4, 6], np.arange(20), 2, 10).tolist() == [0, 0, 1, 1]
+    assert whole_runs([5, 5, 4, 6], np.arange(20), 2, 9) is None
+    assert whole_runs([9, 1, 1, 1], np.arange(12), 2, 99) is None
+    shared = np.array([0, 1, 2, 3, 0, 1, 2, 4, 5, 6, 7, 8, 9, 10])  # the second shares three with the first
+    assert whole_runs([4, 4, 6], shared, 2, 99).tolist() == [0, 0, 1]
+    assert whole_runs([4, 4, 6], shared, 2, 5) is None
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_long_pieces_are_computed_in_blocks_with_the_same_gradient(window, monkeypatch):
+    packed, gradients = batch(), []
+    scores, rule = Scores(0.3, None, None), _CAUSAL if window is None else Rule(sliding_window_causal_mask_function(9))
+    for block in (None, 4):
+        if block:
+            monkeypatch.setattr(attention, "_LONG", 100)
+            monkeypatch.setattr(attention, "_BLOCK", block)
+        torch.manual_seed(0)
+        order = torch.from_numpy(np.minimum(zigzag(len(packed.ids), 2, 1), len(packed.ids) - 1))
+        sizes = ((len(order[1]), HEADS), (order.numel(), KEYS), (order.numel(), KEYS))
+        given = [torch.randn(*size, SIZE, dtype=torch.float64, requires_grad=True) for size in sizes]
+        out = of_pieces(*given, Division(Together(2, 1)).share(packed).pieces, scores, rule)
+        out.square().sum().backward()
+        gradients.append([out, *(each.grad for each in given)])
+    for one, other in zip(*gradients, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=1e-12)

@@ -297,12 +297,16 @@ class PolicyTrainer(BaseTrainer):
     ) -> dict[str, float]:
         at_least_one("imitate", batch=batch)
         learned, _ = open_parts(demonstrations, self._seed)
-        chunk = self.policy.config.chunk
-        stream = DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory)
+        stream = self._stream_of(learned, demonstrations, batch)
         how: dict[str, Any] = {"mesh": self.mesh, "micro_batch": self._settings.micro_batch}
         losses = imitate(self.policy, stream, self.device, steps=steps, lr=lr, fixed=fixed, **how)
         self.version += 1
         return losses
+
+    def _stream_of(self, learned: Sequence[Any], demonstrations: DemonstrationSet, batch: int) -> DecisionStream:
+        before, length = self.policy.lesson
+        how = {"before": before, "seed": self._seed, "memory": demonstrations.memory}
+        return DecisionStream(learned, length, batch=batch, **how)
 
     def _extra(self) -> Mapping[str, Any]:
         scale = {} if self._scale is None else {"reward_scale": self._scale.state()}
@@ -400,8 +404,7 @@ class ImitationTrainer(PolicyTrainer):
 
     def _opened(self, demonstrations: DemonstrationSet, batch: int) -> tuple[DecisionStream, list[Any]]:
         learned, watched = open_parts(demonstrations, self._seed)
-        chunk = self.policy.config.chunk
-        return DecisionStream(learned, chunk, batch=batch, seed=self._seed, memory=demonstrations.memory), watched
+        return self._stream_of(learned, demonstrations, batch), watched
 
     @endpoint(device=True, joint=True)
     async def imitate_steps(self, first: int, count: int) -> dict[str, float]:
@@ -453,7 +456,8 @@ class ImitationTrainer(PolicyTrainer):
         count = 0
         for part in self._watched:
             for place in part.places:  # one episode in memory at a time
-                window = Window([part.read(place)], self.policy.config.chunk)
+                before, length = self.policy.lesson
+                window = Window([part.read(place)], length, before)
                 for number in range(0, len(window), size := self._settings.micro_batch or _ROWS):
                     rows = window.between(number, number + size)
                     loss = loss_on(self.policy, rows, self.device, seed=count)

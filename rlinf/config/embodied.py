@@ -225,13 +225,13 @@ class PolicyConfig:
 
     type: str | None = None
     """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05`,
-    `gr00t`, `smolvla` and `act` (published ones); for sac and its like `soft` (state), `soft_pixels`, or `steered`
-    (the noise of a frozen policy); or the dotted path of a class of your own. null takes mlp, or soft."""
+    `gr00t`, `smolvla`, `act` and `diffusion` (published ones); for sac and its like `soft` (state), `soft_pixels`, or
+    `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
     """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
-    openvla-oft, pi0, pi05, gr00t, smolvla, act), of its authors."""
+    openvla-oft, pi0, pi05, gr00t, smolvla, act, diffusion), of its authors."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What the policy computes in, where it acts as where it learns. What learns is kept in float32 by the trainer
     whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
@@ -478,6 +478,9 @@ class ImitationConfig:
     held_out: float = Field(default=0.0, ge=0, lt=1)
     """Share of the episodes of each data set that is not learned from; evaluations of a run of imitation tell the loss
     on it, a warm-up only leaves it out."""
+    frame_stack: int = Field(default=1, ge=1, le=1024)
+    """So many last observations of an episode are seen at once, the oldest first, as env.frame_stack shows them: for
+    data sets that show one at a time, as LeRobot's do. Episodes that were recorded with env.frame_stack have them."""
     memory_gb: float = Field(default=4.0, gt=0)
     """Episodes that each process of the trainer holds at a time, GB; of larger data sets windows of this size are read
     one after the other."""

@@ -23,7 +23,14 @@ stand_in("torchvision._meta_registrations", "torchvision.io", "peft", "gymnasium
          "serial", "jsonlines", "imageio", "wandb", "accelerate", "lerobot.configs.train",
          "lerobot.teleoperators", "lerobot.robots", "lerobot.datasets", "lerobot.envs",
          "lerobot.processor.hil_processor")  # fmt: skip
-bare("lerobot", "lerobot.policies", "lerobot.policies.act", "lerobot.policies.smolvla", "lerobot.policies.rtc")
+bare(
+    "lerobot",
+    "lerobot.policies",
+    "lerobot.policies.act",
+    "lerobot.policies.diffusion",
+    "lerobot.policies.smolvla",
+    "lerobot.policies.rtc",
+)
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
 from lerobot.processor.converters import policy_action_to_transition, transition_to_policy_action  # noqa: E402
 from lerobot.processor.pipeline import PolicyProcessorPipeline  # noqa: E402
@@ -39,13 +46,19 @@ def moved(model: torch.nn.Module) -> torch.nn.Module:
     return model
 
 
-def batch_of(given: dict[str, torch.Tensor], names: list[str]) -> dict[str, Any]:
-    """A batch as lerobot's data sets give it."""
-    pictures = given["rgb"].float().permute(0, 3, 1, 2) / 255
-    batch = {name: pictures[:, 3 * number : 3 * number + 3] for number, name in enumerate(names)}
-    own, world = given["state"][:, :5], given["state"][:, 5:]
-    batch |= {"observation.state": own, "action": given["actions"], "action_is_pad": given["pads"].bool()}
-    return batch | ({"observation.environment_state": world} if world.shape[1] else {})
+def batch_of(given: dict[str, torch.Tensor], config: Any) -> dict[str, Any]:
+    """A batch as lerobot's data sets give it: of policies that see several observations, with an axis for them."""
+    frames = config.n_obs_steps
+    names, own = list(config.image_features), config.robot_state_feature.shape[0] if config.robot_state_feature else 0
+    pictures = (given["rgb"].float() / 255).unflatten(3, (frames, -1, 3)).permute(4, 0, 3, 5, 1, 2)
+    states = given["state"].unflatten(1, (frames, -1))
+    batch = {name: pictures[number] for number, name in enumerate(names)}
+    batch |= {"observation.state": states[..., :own], "observation.environment_state": states[..., own:]}
+    if own == states.shape[2]:
+        del batch["observation.environment_state"]
+    if config.type != "diffusion":
+        batch = {name: each[:, 0] for name, each in batch.items()}
+    return batch | {"action": given["actions"], "action_is_pad": given["pads"].bool()}
 
 
 def features(about: dict[str, Any]) -> dict[str, Any]:
@@ -72,6 +85,12 @@ def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
         from lerobot.policies.act.processor_act import make_act_pre_post_processors
 
         return modeling_act.ACTConfig, modeling_act.ACTPolicy, make_act_pre_post_processors
+    if kind == "diffusion":
+        from lerobot.policies.diffusion import modeling_diffusion
+        from lerobot.policies.diffusion.processor_diffusion import make_diffusion_pre_post_processors
+
+        makers = modeling_diffusion.DiffusionPolicy, make_diffusion_pre_post_processors
+        return modeling_diffusion.DiffusionConfig, *makers
     from lerobot.policies.smolvla import modeling_smolvla, processor_smolvla, smolvlm_with_expert
     from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 
@@ -89,19 +108,43 @@ def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
 def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor], texts: list[str]) -> dict[str, torch.Tensor]:
     """Actions in the robot's units, and the loss of demonstrated ones."""
     before, after = around(directory)
-    batch = before({**batch_of(given, list(policy.config.image_features)), "task": texts})
-    flows = {"noise": given["noise"]} if "noise" in given else {}
-    chunk = after(policy.predict_action_chunk({**batch}, **flows))
-    if flows:
-        flows["time"] = given["time"]
+    batch = before({**batch_of(given, policy.config), "task": texts})
+    kind, flows = policy.config.type, {"noise": given["noise"]} if "noise" in given else {}
+    if kind == "diffusion":
+        chunk = after(denoised(policy, batch, given))
+        flows = {}
     else:
+        chunk = after(policy.predict_action_chunk({**batch}, **flows))
+    if kind == "act":
         from lerobot.policies.act import modeling_act
 
         modeling_act.torch = _With(randn_like=lambda *_: given["latent"])
         policy.train()
+    elif kind == "smolvla":
+        flows["time"] = given["time"]
     with torch.no_grad():
         loss, _ = policy.forward(batch, **flows)
     return {"actions": chunk.contiguous(), "loss": loss}
+
+
+def denoised(policy: Any, batch: dict[str, Any], given: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Actions of Diffusion Policy, whose queues are filled with what was seen one after the other."""
+    from diffusers.schedulers import scheduling_ddpm
+    from lerobot.policies.diffusion import modeling_diffusion
+    from lerobot.policies.utils import populate_queues
+
+    draws = iter(given["draws"].unbind(1))
+    scheduling_ddpm.randn_tensor = lambda *_, **__: next(draws)
+    seen = {name: each for name, each in batch.items() if str(name).startswith("observation.")}
+    if names := list(policy.config.image_features):
+        seen["observation.images"] = torch.stack([seen.pop(name) for name in names], 2)
+    policy.reset()
+    for number in range(policy.config.n_obs_steps):
+        now = {name: each[:, number] for name, each in seen.items()}
+        policy._queues = populate_queues(policy._queues, now)
+    chunk = policy.predict_action_chunk(now, noise=given["noise"])
+    modeling_diffusion.torch = _With(randn=lambda *_, **__: given["noise"], randint=lambda *_, **__: given["steps"])
+    return chunk
 
 
 class _With:

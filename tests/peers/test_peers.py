@@ -318,11 +318,11 @@ def learned(lost, parameters):
     return losses
 
 
-def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
-    policy, given, _, folder = act
-    save_policy(policy, folder / "same")
-    for file in (folder / "act").iterdir():
-        mine = folder / "same" / file.name
+def check_saved_alike(policy, directory, tmp_path):
+    """What was loaded is saved byte for byte, and its tensors under the same names."""
+    save_policy(policy, tmp_path / "same")
+    for file in directory.iterdir():
+        mine = tmp_path / "same" / file.name
         if file.name == "model.safetensors":
             ours, theirs = load_file(mine), load_file(file)
             assert ours.keys() == theirs.keys()
@@ -330,23 +330,47 @@ def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act):
         else:
             assert mine.read_bytes() == file.read_bytes()
 
-    bounds = {"action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
-    settings = {"type": "act", **bounds, **type(policy).with_statistics("mine", measured(given), 3)}
-    tuned = load_policy(folder / "act", settings)
-    sizes = {key: value for key, value in policy.config.sizes.items() if key in ("dim_model", "n_heads", "latent_dim")}
-    new = {**settings, "image": [64, 64, 6], "state_size": 5, "action_size": 4, "chunk": 7}
-    fresh = build_policy_model({**new, "model": {**sizes, "dim_feedforward": 48, "chunk_size": 7}})
-    for name, learner in (("tuned", tuned), ("fresh", fresh)):
-        losses = learned(lambda learner=learner: missed(learner, given), learner.parameters())
+
+def check_goes_back(kind, folder, learners, answer, dropping=()):
+    """Policies that learn here are loaded by lerobot, and act and lose the same there.
+
+    Args:
+        kind: the policy's type.
+        folder: with what was given.
+        learners: policies by the names under which they are saved.
+        answer: of one: its actions in the robot's units, and its loss.
+        dropping: names of those that drop out in lerobot, so that losses differ.
+    """
+    for name, learner in learners.items():
+        losses = learned(lambda learner=learner: answer(learner)[1], learner.parameters())
         assert losses[-1] < losses[0]
         save_policy(learner, folder / name)
-    ask("lerobot", "by_lerobot_policies.py", "load", "act", folder, "tuned", "fresh")
-    for name, learner in (("tuned", tuned), ("fresh", fresh)):
+    ask("lerobot", "by_lerobot_policies.py", "load", kind, folder, *learners)
+    for name, learner in learners.items():
         theirs = load_file(folder / f"{name}.safetensors")
-        torch.testing.assert_close(chosen(learner, given), theirs["actions"], atol=1e-4, rtol=1e-4)
-        if name == "tuned":  # a fresh one of lerobot's drops out
-            with torch.no_grad():
-                torch.testing.assert_close(missed(learner, given), theirs["loss"], atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            acted, lost = answer(learner)
+        torch.testing.assert_close(acted, theirs["actions"], atol=1e-4, rtol=1e-4)
+        if name not in dropping:
+            torch.testing.assert_close(lost, theirs["loss"], atol=1e-4, rtol=1e-4)
+
+
+BOUNDS = {"action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
+
+
+def test_act_that_learned_here_goes_back_to_lerobot_with_its_numbers(act, tmp_path):
+    policy, given, _, folder = act
+    check_saved_alike(policy, folder / "act", tmp_path)
+    settings = {"type": "act", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
+    sizes = {key: value for key, value in policy.config.sizes.items() if key in ("dim_model", "n_heads", "latent_dim")}
+    new = {**settings, "image": [64, 64, 6], "state_size": 5, "action_size": 4, "chunk": 7}
+    learners = {
+        "tuned": load_policy(folder / "act", settings),
+        "fresh": build_policy_model({**new, "model": {**sizes, "dim_feedforward": 48, "chunk_size": 7}}),
+    }
+    check_goes_back(
+        "act", folder, learners, lambda mine: (chosen(mine, given), missed(mine, given)), dropping=("fresh",)
+    )
 
 
 VLM = {
@@ -402,25 +426,95 @@ def test_smolvla_of_lerobot_acts_and_loses_the_same(smolvla):
     torch.testing.assert_close(lost, answers["loss"], atol=1e-4, rtol=1e-4)
 
 
-def test_smolvla_that_learned_here_goes_back_to_lerobot_with_its_numbers(smolvla):
+def test_smolvla_that_learned_here_goes_back_to_lerobot_with_its_numbers(smolvla, tmp_path):
     policy, given, _, folder = smolvla
-    save_policy(policy, folder / "same")
-    for file in (folder / "smolvla").iterdir():
-        mine = folder / "same" / file.name
-        if file.name == "model.safetensors":
-            ours, theirs = load_file(mine), load_file(file)
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        else:
-            assert mine.read_bytes() == file.read_bytes()
-    settings = {"type": "smolvla", "action_low": [-BOUND] * 4, "action_high": [BOUND] * 4}
-    tuned = load_policy(folder / "smolvla", {**settings, **type(policy).with_statistics("mine", measured(given), 3)})
-    losses = learned(lambda: flowed(tuned, given)[1], tuned.parameters())
-    assert losses[-1] < losses[0]
-    save_policy(tuned, folder / "tuned")
-    ask("lerobot", "by_lerobot_policies.py", "load", "smolvla", folder, "tuned")
-    theirs = load_file(folder / "tuned.safetensors")
+    check_saved_alike(policy, folder / "smolvla", tmp_path)
+    settings = {"type": "smolvla", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
+    learners = {"tuned": load_policy(folder / "smolvla", settings)}
+    check_goes_back("smolvla", folder, learners, lambda mine: flowed(mine, given))
+
+
+TINY = {
+    "horizon": 8, "n_action_steps": 4, "down_dims": (16, 32), "n_groups": 4, "diffusion_step_embed_dim": 16,
+    "spatial_softmax_num_keypoints": 6,
+}  # fmt: skip
+DENOISED = {
+    "pictures": {
+        "inputs": {f"observation.images.{name}": ("VISUAL", (3, 64, 72)) for name in ("top", "wrist")} | STATE,
+        "numbers": {**NUMBERS, "observation.state": LIMITS, "action": {name: row[:4] for name, row in LIMITS.items()}},
+        "sizes": {
+            **TINY, "use_separate_rgb_encoder_per_camera": True, "resize_shape": (40, 44), "crop_ratio": 0.9,
+            "crop_is_random": False, "noise_scheduler_type": "DDIM", "num_inference_steps": 6,
+        },
+    },
+    "world": {
+        "inputs": STATE | WORLD, "numbers": {**NUMBERS, "observation.state": LIMITS},
+        "sizes": {
+            **TINY, "n_obs_steps": 3, "beta_schedule": "linear", "prediction_type": "sample", "num_train_timesteps": 20,
+            "use_film_scale_modulation": False, "do_mask_loss_for_padding": True, "clip_sample_range": 2.0,
+            "normalization_mapping": {"VISUAL": "MEAN_STD", "STATE": "MIN_MAX", "ACTION": "MEAN_STD"},
+        },
+    },
+}  # fmt: skip
+
+
+def denoisers(folder, kind):
+    """(ours, what was given, lerobot's answers, folder with its directory `diffusion`)."""
+    frames, steps, most = (2, 6, 100) if kind == "pictures" else (3, 20, 20)
+    given = robot(side=72, state=frames * (5 if kind == "pictures" else 8), horizon=8)
+    given |= {"actions": given["actions"][..., :4].contiguous()}
+    given |= {"rgb": given["rgb"][:, :64].repeat(1, 1, 1, frames).roll(7, 1).contiguous()}
+    given["rgb"][..., 6:] //= 2
+    numbers = 8 * 4
+    random = uniforms(SEEDS, 3, numbers * (1 + steps), CPU)
+    noise = normals(random).view(3, 1 + steps, 8, 4)
+    given |= {"noise": noise[:, 0].contiguous(), "draws": noise[:, 1:].contiguous()}
+    given |= {"steps": (random[:, numbers] * most).long()}
+    copies = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7], [1, 1, 2, 3, 4, 5, 6, 7], [2, 2, 2, 3, 4, 5, 5, 5]])
+    given |= {"pads": (copies != torch.arange(8)).to(torch.uint8)}
+    given |= {"actions": given["actions"].gather(1, copies[..., None].expand(-1, -1, 4)).contiguous()}
+    save_file(given, folder / "given.safetensors")
+    outputs = {"action": ("ACTION", (4,))}
+    (folder / "given.json").write_text(json.dumps({**DENOISED[kind], "outputs": outputs, "texts": TEXTS}))
+    ask("lerobot", "by_lerobot_policies.py", "make", "diffusion", folder)
+    policy = load_policy(folder / "diffusion", {"type": "diffusion", **BOUNDS, "min_std": 0.0})
+    return policy, given, load_file(folder / "answers.safetensors"), folder
+
+
+@pytest.fixture(scope="module")
+def diffusion(tmp_path_factory):
+    return denoisers(tmp_path_factory.mktemp("diffusion"), "pictures")
+
+
+def diffused(policy, given):
+    """Actions in the robot's units, by DDIM from the noise, and the loss of what is demonstrated."""
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    acted = policy.act(observation, generator=SEEDS, greedy="from_noise" if policy._method == "DDIM" else False)
+    real = given["pads"] == 0
+    stored = policy.demonstrated(observation, given["actions"] / BOUND * real[..., None])
+    return acted.actions * BOUND, policy.imitate(stored, real, SEEDS).mean().float()
+
+
+@pytest.mark.parametrize("kind", DENOISED)
+def test_diffusion_policy_of_lerobot_acts_and_loses_the_same(kind, request, tmp_path):
+    made = request.getfixturevalue("diffusion") if kind == "pictures" else denoisers(tmp_path, kind)
+    policy, given, answers, folder = made
     with torch.no_grad():
-        acted, lost = flowed(tuned, given)
-    torch.testing.assert_close(acted, theirs["actions"], atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(lost, theirs["loss"], atol=1e-4, rtol=1e-4)
+        acted, lost = diffused(policy, given)
+    torch.testing.assert_close(acted, answers["actions"], atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+    torch.testing.assert_close(lost, answers["loss"], atol=1e-4, rtol=1e-4)
+    check_saved_alike(policy, folder / "diffusion", tmp_path)
+
+
+def test_diffusion_policy_that_learned_here_goes_back_to_lerobot_with_its_numbers(diffusion):
+    policy, given, _, folder = diffusion
+    settings = {"type": "diffusion", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
+    new = {**settings, "image": [64, 72, 12], "state_size": 10, "action_size": 4, "chunk": 4, "steps": 6}
+    sizes = {key: value for key, value in policy.config.sizes.items() if key in TINY} | {"resize_shape": [40, 44]}
+    sizes |= {"noise_scheduler_type": "DDIM", "num_inference_steps": 6}
+    learners = {
+        "tuned": load_policy(folder / "diffusion", settings),
+        "fresh": build_policy_model({**new, "model": sizes}),
+    }
+    check_goes_back("diffusion", folder, learners, lambda mine: diffused(mine, given))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rlinf.config.load import ConfigError, InputError
-from rlinf.data.demonstrations import decisions, open_parts, read_demonstrations
+from rlinf.data.demonstrations import Window, open_parts, read_demonstrations
 from rlinf.data.demonstrations.load import save_demonstrations
 from rlinf.models.policy.build import load_policy
 from rlinf.runs.dry_run.embodied import shown_of
@@ -29,6 +29,7 @@ SCALES = {
     "gr00t": ("min_max", "experiment_cfg/metadata.json"),
     "act": ("mean_std", None),
     "smolvla": ("mean_std", None),
+    "diffusion": ("min_max", None),
 }
 """What each policy brings numbers to, and where its authors keep what that needs."""
 LOW, HIGH = -0.4, 1.2
@@ -108,8 +109,10 @@ async def test_it_learns_from_them_and_has_their_statistics_in_its_authors_form(
 
     learned = open_parts(shown_of(config.imitation), config.seed)[0][0].places
     recorded = read_demonstrations(tmp_path / "shown")
-    rows = decisions([recorded[place] for place in learned], mine.config.chunk)
-    units, counted = rows.actions[..., :-1], rows.actions[:, 0, :-1]  # of every decision one action: each once
+    before, length = mine.lesson
+    window = Window([recorded[place] for place in learned], length, before)
+    rows = window.between(0, len(window))
+    units, counted = rows.actions[..., :-1], rows.actions[:, before, :-1]  # of every decision one action: each once
     if "relative" in name:
         units = units - rows.observation["state"][:, None, :6]
         counted = units[rows.valid]
@@ -119,7 +122,7 @@ async def test_it_learns_from_them_and_has_their_statistics_in_its_authors_form(
     told = ["push"] * len(rows)
     for policy in (mine, authors):
         found = policy.demonstrated(rows.observation, actions, told)["actions"]
-        found = policy.bins.decode(found) if "openvla" in name else found[:, : policy.config.chunk]
+        found = policy.bins.decode(found) if "openvla" in name else found[:, :length]
         off, most = (1 / 255, 1.0) if "openvla" in name else (1e-4, torch.inf)
         found, expected = found[..., : wanted.shape[-1]][rows.valid], wanted[rows.valid].clamp(-most, most)
         torch.testing.assert_close(found, expected, atol=off + 1e-4, rtol=1e-4)

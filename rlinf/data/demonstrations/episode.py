@@ -100,7 +100,7 @@ class Decisions:
     rewards: Tensor
     """Reward of each action, float32 [D, C]; 0 where not valid."""
     valid: Tensor
-    """Which actions were done, bool [D, C]: the first ones of each chunk."""
+    """Which actions were done, bool [D, C]: the first ones of each chunk; neighbours where some are before it."""
     terminated: Tensor
     """The task ended in it, bool [D]."""
     instructions: tuple[str, ...] | None
@@ -132,12 +132,13 @@ class Window:
     Args:
         demonstrations: at least one, all with the same arrays.
         chunk: actions in a decision, C.
+        before: so many of them are before what is seen; those before an episode's beginning are not valid.
 
     Raises:
         ValueError: there is none, they were recorded in chunks of another length, or their arrays differ.
     """
 
-    def __init__(self, demonstrations: Sequence[Demonstration], chunk: int):
+    def __init__(self, demonstrations: Sequence[Demonstration], chunk: int, before: int = 0):
         if not demonstrations:
             raise ValueError("demonstrations: there is not one, so nothing can be learned from them")
         self.chunk = chunk
@@ -145,8 +146,10 @@ class Window:
         for number, demo in enumerate(demonstrations):
             _check(demo, first, number, chunk)
         self._reach = 1 if first.actions.shape[1] == chunk else chunk  # recorded rows that a decision covers
+        self._before = before if self._reach > 1 else 0
         counts = torch.tensor([len(demo.actions) for demo in demonstrations])
         self._last = counts.cumsum(0).repeat_interleave(counts)  # row after the last one of each row's episode
+        self._first = self._last - counts.repeat_interleave(counts)
         self._episode = torch.arange(len(counts)).repeat_interleave(counts)
         self._observation = {
             name: torch.cat([demo.observation[name] for demo in demonstrations]) for name in first.observation
@@ -168,11 +171,11 @@ class Window:
 
     def rows(self, indices: Tensor) -> Decisions:
         """Some of the decisions, `indices` int64 [d]."""
-        episode, last = self._episode[indices], self._last[indices]
-        behind = torch.minimum(indices + self._reach, last)
-        places = indices[:, None] + torch.arange(self._reach)
-        there = places < last[:, None]
-        places = torch.minimum(places, last[:, None] - 1)
+        episode, first, last = self._episode[indices], self._first[indices], self._last[indices]
+        behind = torch.minimum(indices + self._reach - self._before, last)
+        places = indices[:, None] + torch.arange(self._reach) - self._before
+        there = (places >= first[:, None]) & (places < last[:, None])
+        places = torch.maximum(torch.minimum(places, last[:, None] - 1), first[:, None])
         valid = (self._valid[places] & there[..., None]).reshape(len(indices), self.chunk)
         words = self._words
         return Decisions(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -181,6 +181,8 @@ class DemonstrationSet:
     """Episodes that cannot be read, or have numbers that are not finite, end the run or are left out with a line."""
     held_out: float = 0.0
     """Share of the episodes of each data set that is not learned from, but watched."""
+    frames: int = 1
+    """So many last observations are seen at once, of data sets that show one at a time."""
     memory: int = 4 << 30
     """Bytes of episodes that are held at a time."""
 
@@ -247,8 +249,8 @@ def open_parts(sets: DemonstrationSet, seed: int = 0) -> tuple[list[Part], list[
         count = round(sets.held_out * len(places))
         if sets.held_out and not 0 < count < len(places):
             raise ValueError(f"{episodes.path}: {sets.held_out:g} of its {len(places)} episodes cannot be held out")
-        part = bounded(Part(episodes, tuple(sorted(order[count:])), weight), about.get("bounds"))
+        part = bounded(Part(episodes, tuple(sorted(order[count:])), weight, frames=sets.frames), about.get("bounds"))
         learned.append(part)
         if count:
-            watched.append(Part(episodes, tuple(sorted(order[:count])), weight, part.low, part.high))
+            watched.append(replace(part, places=tuple(sorted(order[:count]))))
     return learned, watched

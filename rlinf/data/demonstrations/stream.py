@@ -41,6 +41,8 @@ class Part:
     """Values that become -1 of each number of an action, float32 [A]; None takes actions as they are."""
     high: Tensor | None = None
     """Values that become 1, float32 [A]."""
+    frames: int = 1
+    """So many last observations are seen at once, as `env.frame_stack` shows them."""
 
     def read(self, place: int, *, pictures: bool = True) -> Demonstration:
         """An episode, its actions scaled; without pictures, only what is cheap to read is shown.
@@ -48,7 +50,7 @@ class Part:
         Raises:
             ValueError: it is broken, or its actions have another size than the bounds.
         """
-        demo = self.episodes.read(place, pictures=pictures)
+        demo = _stacked(self.episodes.read(place, pictures=pictures), self.frames)
         if self.low is None or self.high is None:
             return demo
         if demo.actions.shape[-1] != len(self.low):
@@ -58,6 +60,16 @@ class Part:
         wide = self.high - self.low
         inside = 2.0 * (demo.actions - self.low) / wide.clamp(min=_CONSTANT) - 1.0
         return replace(demo, actions=torch.where(wide < _CONSTANT, 0.0, inside).clamp(-1.0, 1.0))
+
+
+def _stacked(demo: Demonstration, frames: int) -> Demonstration:
+    """An episode whose observations show those before them, too, the oldest first; the first stands for what is not."""
+    if frames == 1:
+        return demo
+    places = torch.arange(len(demo.actions) + 1)
+    back = [(places - before).clamp(min=0) for before in reversed(range(frames))]
+    seen = {name: torch.cat([rows[each] for each in back], -1) for name, rows in demo.observation.items()}
+    return replace(demo, observation=seen)
 
 
 def bounded(part: Part, bounds: Any) -> Part:
@@ -93,6 +105,7 @@ class DecisionStream:
         parts: data sets, at least one.
         chunk: actions in a decision, C.
         batch: decisions in a batch.
+        before: see `Window`.
         seed: of the order.
         memory: bytes of episodes that are held at a time, over all data sets; a little more while a batch lies across
             two windows.
@@ -101,14 +114,26 @@ class DecisionStream:
         ValueError: the parts do not go together, or a batch is too small to mix them.
     """
 
-    def __init__(self, parts: Sequence[Part], chunk: int, *, batch: int, seed: int = 0, memory: int = 4 << 30):
+    def __init__(
+        self,
+        parts: Sequence[Part],
+        chunk: int,
+        *,
+        batch: int,
+        before: int = 0,
+        seed: int = 0,
+        memory: int = 4 << 30,
+    ):
         if not parts:
             raise ValueError("there is no data set to draw from")
         if batch < (least := len(parts) * (len(parts) - 1)):
             raise ValueError(f"a batch of {batch} is too small to mix {len(parts)} data sets: take at least {least}")
         share = sum(part.weight for part in parts)
         self._weights = [part.weight / share for part in parts]
-        self._sets = [_Endless(part, chunk, seed + number, memory // len(parts)) for number, part in enumerate(parts)]
+        share_of_memory = memory // len(parts)
+        self._sets = [
+            _Endless(part, (before, chunk), seed + number, share_of_memory) for number, part in enumerate(parts)
+        ]
         self._rest = max(range(len(parts)), key=lambda number: self._weights[number])
         self.batch, self._seed = batch, seed
 
@@ -159,8 +184,9 @@ class DecisionStream:
 class _Endless:
     """One data set, epoch after epoch."""
 
-    def __init__(self, part: Part, chunk: int, seed: int, memory: int):
-        self._part, self._chunk, self._seed = part, chunk, seed
+    def __init__(self, part: Part, lesson: tuple[int, int], seed: int, memory: int):
+        self._part, self._seed = part, seed
+        self._before, self._chunk = lesson
         self._rows = {place: part.episodes.abouts[place].rows for place in part.places}
         self.count = sum(self._rows.values())
         if not self.count:
@@ -219,7 +245,7 @@ class _Endless:
                     problem = f"it has {len(each.actions)} rows, and {self._rows[place]} by the index"
                     raise ValueError(f"{path}: episode {place}: {problem}")
             try:
-                self._held = (places, Window(demos, self._chunk))
+                self._held = (places, Window(demos, self._chunk, self._before))
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
         return self._held[1]

@@ -23,7 +23,7 @@ from torch.nn import functional
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.models.policy import lerobot
-from rlinf.models.policy.act_network import ACTIVATIONS, BACKBONES, SIZES, ActNetwork
+from rlinf.models.policy.act_network import ACTIVATIONS, SIZES, ActNetwork
 from rlinf.models.policy.actor_critic import Normal, perceptron
 from rlinf.models.policy.base import (
     Drawn,
@@ -38,12 +38,11 @@ from rlinf.models.policy.base import (
     uniforms,
 )
 from rlinf.models.policy.published import to_be_read
-from rlinf.models.policy.robots import Embodiment, RobotActions, Scaling, cameras, resized
+from rlinf.models.policy.resnet import BACKBONES
+from rlinf.models.policy.robots import RobotActions, Scaling, cameras, resized
 
 logger = logging.getLogger(__name__)
 
-_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
-"""Of pictures in 0..1: what lerobot puts in place of a data set's own."""
 _KINDS = {"VISUAL": "MEAN_STD", "STATE": "MEAN_STD", "ACTION": "MEAN_STD"}
 """LeRobot's kinds of normalisation for ACT; without pictures also of ENV, the world's state."""
 
@@ -83,30 +82,12 @@ class ActConfig(PolicyConfig):
         if about.get("replace_final_stride_with_dilation"):
             raise ValueError("policy act: model.replace_final_stride_with_dilation is not for these ResNets")
         lerobot.check_kinds(about, "act")
-        numbers = about["output_features"][lerobot.ACTION]["shape"][0]
-        if numbers != self.action_size:
-            raise ValueError(
-                f"policy act: the checkpoint's actions have {numbers} numbers, and action_size={self.action_size}: of "
-                "another robot?"
-            )
         if self.chunk > sizes["chunk_size"]:
             raise ValueError(
                 f"policy act: chunk={self.chunk} is more than the model.chunk_size={sizes['chunk_size']} actions that "
                 "are predicted"
             )
-        names, (robot, world) = self.cameras, self.states
-        if not names and not world:
-            raise ValueError("policy act: it looks at nothing: the environment shows neither pictures nor a state")
-        if len(names) > (0 if self.image is None else self.image[2] // 3):
-            raise ValueError(
-                f"policy act: it looks at {len(names)} cameras, {', '.join(names)}, and the environment shows "
-                f"{0 if self.image is None else self.image[2] // 3}: set policy.settings.image"
-            )
-        if robot + world != self.state_size:
-            raise ValueError(
-                f"policy act: the checkpoint looks at {robot} numbers of the robot's state and {world} of the world's, "
-                f"and the environment's state has {self.state_size}: of another robot?"
-            )
+        lerobot.check_fit(about, "act", self)
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -116,32 +97,12 @@ class ActConfig(PolicyConfig):
     @property
     def about(self) -> dict[str, Any]:
         """The whole config.json, as lerobot reads it."""
-        inputs: dict[str, Any] = {}
-        if self.image is not None:
-            shape = [3, *self.image[:2]]
-            for number in range(self.image[2] // 3):
-                inputs[f"{lerobot.PICTURES}s.camera{number + 1}"] = {"type": "VISUAL", "shape": shape}
-        if self.state_size:  # lerobot's ACT takes none that sees nothing of the world
-            name, kind = (lerobot.STATE, "STATE") if inputs else (lerobot.WORLD, "ENV")
-            inputs[name] = {"type": kind, "shape": [self.state_size]}
+        # lerobot's ACT takes none that sees nothing of the world
+        features = lerobot.features(self.image, self.state_size, self.action_size)
         kinds = _KINDS if self.image is not None else {**_KINDS, "ENV": "MEAN_STD"}
-        outputs = {lerobot.ACTION: {"type": "ACTION", "shape": [self.action_size]}}
-        features = {"input_features": inputs, "output_features": outputs, "normalization_mapping": kinds}
+        features["normalization_mapping"] = kinds
         steps = {"n_action_steps": self.chunk, "pretrained_backbone_weights": None}
         return {"type": "act", "n_obs_steps": 1, **features, **steps, **self.sizes, **self.model}
-
-    @property
-    def cameras(self) -> tuple[str, ...]:
-        """Names of the cameras that are looked at."""
-        features = self.about["input_features"]
-        return tuple(name for name, each in features.items() if each["type"] == "VISUAL")
-
-    @property
-    def states(self) -> tuple[int, int]:
-        """Numbers of the robot's state and of the world's."""
-        features = self.about["input_features"]
-        robot, world = (features.get(name, {"shape": [0]})["shape"][0] for name in (lerobot.STATE, lerobot.WORLD))
-        return robot, world
 
 
 class ActPolicy(Policy):
@@ -155,10 +116,11 @@ class ActPolicy(Policy):
 
     def __init__(self, config: ActConfig):
         super().__init__(config)
-        robot, world = config.states
+        robot, world = lerobot.states_of(config.about)
+        self._cameras = lerobot.cameras_of(config.about)
         with to_be_read():
             self.model = ActNetwork(
-                config.sizes, pictures=bool(config.cameras), state=robot, world=world, numbers=config.action_size
+                config.sizes, pictures=bool(self._cameras), state=robot, world=world, numbers=config.action_size
             )
         self.log_std = nn.Parameter(torch.full((config.chunk, config.action_size), config.log_std))
         self.critic: nn.Module | None = None
@@ -167,12 +129,8 @@ class ActPolicy(Policy):
             self.critic = perceptron(
                 config.sizes["dim_model"], config.critic_hidden, outputs, gain=0.0, activation=nn.ReLU
             )
-        numbers = _numbers(config)
-        self._own = _scaling(config, "STATE", numbers.get(lerobot.STATE), robot)
-        self._world = _scaling(config, "ENV", numbers.get(lerobot.WORLD), world)
-        actions = _scaling(config, "ACTION", numbers.get(lerobot.ACTION), config.action_size)
-        self._robot = self.actions_of(config, actions)
-        self._pictures = _scaling_of_pictures(config)
+        self._around = lerobot.Processors(config.about, config.statistics, config.pictures)
+        self._robot = self.actions_of(config, self._around.actions)
 
     # Directories ------------------------------------------------------------------------------------------------------
 
@@ -183,17 +141,9 @@ class ActPolicy(Policy):
         Raises:
             ValueError: it is of another policy, or has no statistics.
         """
-        about = lerobot.said_in(directory)
-        if about.get("type") != "act":
-            raise ValueError(f"{directory / 'config.json'} is of a {about.get('type')}, not of an act")
-        if about.get("temporal_ensemble_coeff") is not None:
+        settings = lerobot.opened(directory, "act")
+        if settings["model"].get("temporal_ensemble_coeff") is not None:
             logger.warning("%s: temporal_ensemble_coeff is not done here: chunks are not averaged", directory)
-        settings, statistics = lerobot.settings_of(about, directory), lerobot.statistics_of(about, directory)
-        inputs = about["input_features"]
-        settings["pictures"] = {
-            name: row for name, row in statistics.items() if name in inputs and row and inputs[name]["type"] == "VISUAL"
-        }
-        settings["statistics"] = {name: row for name, row in statistics.items() if name not in settings["pictures"]}
         return settings
 
     @classmethod
@@ -204,16 +154,12 @@ class ActPolicy(Policy):
     @classmethod
     def actions_of(cls, config: ActConfig, scaling: Scaling | None) -> RobotActions:
         """See `Policy.actions_of`."""
-        row = Embodiment(prompt="", prompt_length=0, gripper=config.gripper, action_size=config.action_size)
-        return RobotActions(row, scaling, config.action_low, config.action_high)
+        return lerobot.robot_actions(config, scaling)
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `Policy.write_published`; processors with the statistics that it acts by."""
         super().write_published(directory, state)
-        pictures = self.config.pictures
-        if pictures is None:
-            pictures = dict.fromkeys(self.config.cameras, _IMAGENET)
-        lerobot.write_beside(directory, self.files, self.config.about, _numbers(self.config), pictures)
+        self._around.write(directory, self.files)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of the transformers."""
@@ -224,8 +170,7 @@ class ActPolicy(Policy):
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """Pictures at the checkpoint's size, and the state as it came."""
         config, stored = self.config, {}
-        names = config.cameras
-        if names:
+        if names := self._cameras:
             pictures = cameras(looked_at(observation, "rgb", config.image, "policy act"))[:, : len(names)]
             _, height, width = config.about["input_features"][names[0]]["shape"]
             stored["rgb"] = resized(pictures, (height, width), "bilinear").contiguous()
@@ -302,38 +247,8 @@ class ActPolicy(Policy):
 
     def _seen(self, inputs: Stored) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Pictures, the robot's state and the world's, as the network takes them."""
-        pictures = None
-        if "rgb" in inputs:
-            centre, half = (each.float().to(inputs["rgb"].device) for each in self._pictures)
-            pictures = (inputs["rgb"].float() / 255.0 - centre) / half
+        pictures = self._around.pictures(inputs["rgb"]) if "rgb" in inputs else None
         if "state" not in inputs:
             return pictures, None, None
-        robot, _ = self.config.states
-        own, world = inputs["state"][:, :robot], inputs["state"][:, robot:]
-        own, world = (
-            part if scaling is None else scaling.normalised(part)
-            for part, scaling in ((own, self._own), (world, self._world))
-        )
+        own, world = self._around.states(inputs["state"])
         return pictures, own if own.shape[1] else None, world if world.shape[1] else None
-
-
-def _numbers(config: ActConfig) -> dict[str, dict[str, Any]]:
-    """Statistics by the names of lerobot's features."""
-    return lerobot.by_feature(config.statistics, *config.states)
-
-
-def _scaling(config: ActConfig, kind: str, numbers: Mapping[str, Any] | None, size: int) -> Scaling | None:
-    """Between the robot's units and the model's scale; None for a policy that knows of no units."""
-    return lerobot.scaling(config.about["normalization_mapping"], kind, numbers, size) if config.statistics else None
-
-
-def _scaling_of_pictures(config: ActConfig) -> tuple[Tensor, Tensor]:
-    """Centre and half of the pictures of each camera, in 0..1, [k, 3, 1, 1]; 0 and 1 where nothing normalises them."""
-    kind = config.about["normalization_mapping"].get("VISUAL", "IDENTITY")
-    centre, half = torch.zeros(len(config.cameras), 3, 1, 1), torch.ones(len(config.cameras), 3, 1, 1)
-    for number, name in enumerate(config.cameras):
-        statistics = _IMAGENET if config.pictures is None else config.pictures.get(name)
-        if statistics and kind != "IDENTITY":
-            scaling = Scaling.of(statistics, lerobot.SCALES[kind], lerobot.EPSILON)
-            centre[number, :, 0, 0], half[number, :, 0, 0] = scaling.centre, scaling.half
-    return centre, half

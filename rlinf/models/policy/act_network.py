@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rlinf.models.policy.resnet import BACKBONES, ResNet
+
 SIZES: Mapping[str, Any] = {
     "vision_backbone": "resnet18",
     "dim_model": 512,
@@ -31,8 +33,6 @@ SIZES: Mapping[str, Any] = {
     "chunk_size": 100,
 }
 """LeRobot's defaults."""
-BACKBONES: Mapping[str, tuple[int, ...]] = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
-"""Blocks of each layer of the ResNets that there are here."""
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {"relu": functional.relu, "gelu": functional.gelu}
 
 
@@ -41,69 +41,6 @@ def waves(places: Tensor, size: int) -> Tensor:
     numbers = torch.arange(size, device=places.device)
     angles = places.double()[:, None] / 10000.0 ** (2.0 * (numbers // 2) / size)
     return torch.where(numbers % 2 == 0, angles.sin(), angles.cos()).float()
-
-
-class FrozenNorm(nn.Module):
-    """A batch norm whose statistics, scale and shift stay as they are; they are buffers."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
-            self.register_buffer(name, torch.full((width,), value))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Normed [N, width, h, w], in the dtype of `x`; 1e-5 is torchvision's."""
-        buffers: dict[str, Any] = self._buffers
-        scale = buffers["weight"] * (buffers["running_var"] + 1e-5).rsqrt()
-        shift = buffers["bias"] - buffers["running_mean"] * scale
-        return x * scale.to(x.dtype)[:, None, None] + shift.to(x.dtype)[:, None, None]
-
-
-def _convolution(inputs: int, outputs: int, side: int, stride: int) -> nn.Conv2d:
-    layer = nn.Conv2d(inputs, outputs, side, stride, side // 2, bias=False)
-    nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-    return layer
-
-
-class Block(nn.Module):
-    """Two convolutions and a way around them."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1, self.bn1 = _convolution(inputs, outputs, 3, stride), FrozenNorm(outputs)
-        self.conv2, self.bn2 = _convolution(outputs, outputs, 3, 1), FrozenNorm(outputs)
-        self.downsample: nn.Module | None = None
-        if stride != 1 or inputs != outputs:
-            self.downsample = nn.Sequential(_convolution(inputs, outputs, 1, stride), FrozenNorm(outputs))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[N, outputs, h / stride, w / stride] of [N, inputs, h, w]."""
-        y = self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x)))))
-        return functional.relu(y + (x if self.downsample is None else self.downsample(x)))
-
-
-class ResNet(nn.Module):
-    """Pictures to maps a 32nd of their size (arXiv:1512.03385)."""
-
-    width = 512
-
-    def __init__(self, blocks: tuple[int, ...]):
-        super().__init__()
-        self.conv1, self.bn1 = _convolution(3, 64, 7, 2), FrozenNorm(64)
-        inputs = 64
-        for number, count in enumerate(blocks):
-            outputs, stride = 64 * 2**number, 1 if number == 0 else 2
-            first = Block(inputs, outputs, stride)
-            layer = nn.Sequential(first, *(Block(outputs, outputs, 1) for _ in range(count - 1)))
-            self.add_module(f"layer{number + 1}", layer)
-            inputs = outputs
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        """[N, 512, h / 32, w / 32] of [N, 3, h, w]."""
-        x = functional.max_pool2d(functional.relu(self.bn1(self.conv1(pictures))), 3, 2, 1)
-        for number in range(1, 5):
-            x = getattr(self, f"layer{number}")(x)
-        return x
 
 
 class _Feeds(nn.Module):

@@ -260,6 +260,11 @@ class Policy(nn.Module, ABC):
         return 0
 
     @property
+    def lesson(self) -> tuple[int, int]:
+        """Actions of a demonstration that `demonstrated` takes: so many before the decision, and how many in all."""
+        return 0, int(self.config.chunk)
+
+    @property
     def tokens_of_a_decision(self) -> tuple[int, int] | None:
         """Tokens that a decision reads together through nearly all parameters, and those that it draws one after the
         other behind them; None where a policy is no such model."""
@@ -358,15 +363,16 @@ class Policy(nn.Module, ABC):
 
         Args:
             observation, instructions: as for `act`.
-            actions: in [-1, 1], float32 [N, C, A].
+            actions: in [-1, 1], float32 [N, L, A], L of them from the first of `lesson` on.
 
         Raises:
-            ValueError: actions are not [N, C, A].
+            ValueError: actions are not [N, L, A].
         """
-        if actions.shape[1:] != (self.config.chunk, self.config.action_size):
+        _, length = self.lesson
+        if actions.shape[1:] != (length, self.config.action_size):
             raise ValueError(
-                f"policy: demonstrated actions {list(actions.shape)} must be [N, {self.config.chunk}, "
-                f"{self.config.action_size}]: rows, actions of a chunk, numbers of an action"
+                f"policy: demonstrated actions {list(actions.shape)} must be [N, {length}, {self.config.action_size}]: "
+                "rows, actions that a decision is learned from, numbers of an action"
             )
         inputs = self.inputs(observation, instructions)
         return {**inputs, "actions": self.encode(actions, inputs)}
@@ -376,7 +382,7 @@ class Policy(nn.Module, ABC):
 
         Args:
             stored: of `demonstrated`.
-            mask: which actions count, bool [N, C]; None for all.
+            mask: which actions count, bool [N, L]; None for all.
             generator: source of randomness, as for `act`, for policies whose loss is drawn (flow matching).
 
         Returns:

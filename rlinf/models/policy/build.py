@@ -43,6 +43,7 @@ POLICIES = {
     "pi05": "rlinf.models.policy.vla.pi0.Pi05Policy",
     "gr00t": "rlinf.models.policy.vla.gr00t.Gr00tPolicy",
     "act": "rlinf.models.policy.act.ActPolicy",
+    "diffusion": "rlinf.models.policy.diffusion.DiffusionPolicy",
     "smolvla": "rlinf.models.policy.vla.smolvla.SmolVlaPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""

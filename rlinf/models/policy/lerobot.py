@@ -11,7 +11,7 @@ Numbers of features are mappings of lists: `{"observation.state": {"mean": [...]
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.safetensors_io import write_text
-from rlinf.models.policy.robots import Scale, Scaling
+from rlinf.models.policy.robots import Embodiment, RobotActions, Scale, Scaling
 
 PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
 """Beginnings of the names of the files in which lerobot keeps what happens around a policy, statistics included."""
@@ -33,6 +33,8 @@ STATE, WORLD, ACTION, PICTURES = "observation.state", "observation.environment_s
 """Names of features: of the robot's state, the world's, actions, and how those of pictures begin."""
 SCALES: Mapping[str, Scale] = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "MIN_MAX": "min_max"}
 """Our names of lerobot's kinds of normalisation; others are none of ours, but for IDENTITY, which is none at all."""
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+"""Of pictures in 0..1: what lerobot puts in place of a data set's own."""
 EPSILON = 1e-8
 """What lerobot adds to deviations."""
 STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
@@ -55,8 +57,28 @@ def said_in(directory: Path) -> dict[str, Any]:
     return about
 
 
+def opened(directory: Path, kind: str) -> dict[str, Any]:
+    """Settings of the policy in a directory: those of `settings_of`, `statistics`, and `pictures`, those of cameras.
+
+    Args:
+        directory: of lerobot.
+        kind: the `type` that its config.json must have.
+
+    Raises:
+        ValueError: it is of another policy, lacks something, or has no statistics of actions.
+    """
+    about = said_in(directory)
+    if about.get("type") != kind:
+        raise ValueError(f"{directory / 'config.json'} is of a {about.get('type')}, not of a {kind}")
+    settings, rows = settings_of(about, directory), statistics_of(about, directory)
+    cameras = {name for name, each in about["input_features"].items() if each["type"] == "VISUAL"}
+    settings["pictures"] = {name: row for name, row in rows.items() if name in cameras and row}
+    return settings | {"statistics": {name: row for name, row in rows.items() if name not in settings["pictures"]}}
+
+
 def settings_of(about: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Keys of policies' configurations that a config.json says: `model`, itself, `chunk`, and sizes of features.
+    """Keys of policies' configurations that a config.json says: `model`, itself, `chunk`, and sizes of features, as
+    `env.frame_stack` shows several observations at once.
 
     Args:
         about: config.json.
@@ -69,10 +91,15 @@ def settings_of(about: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         inputs, outputs = about["input_features"], about["output_features"]
         pictures = [each["shape"] for each in inputs.values() if each["type"] == "VISUAL"]
         states = [inputs[name]["shape"][0] for name in (STATE, WORLD) if name in inputs]
-        settings: dict[str, Any] = {"model": about, "chunk": about["n_action_steps"], "state_size": sum(states)}
+        frames = about.get("n_obs_steps", 1)
+        settings: dict[str, Any] = {
+            "model": about,
+            "chunk": about["n_action_steps"],
+            "state_size": frames * sum(states),
+        }
         settings["action_size"] = outputs[ACTION]["shape"][0]
         if pictures:
-            settings["image"] = (*pictures[0][1:3], 3 * len(pictures))
+            settings["image"] = (*pictures[0][1:3], 3 * frames * len(pictures))
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{directory / 'config.json'} lacks {error}: it is no policy of lerobot's") from error
     return settings
@@ -105,11 +132,12 @@ def by_feature(statistics: Mapping[str, Any], robot: int, world: int) -> dict[st
     """Statistics of `state` and `actions`, or by feature, by feature; those of features without any are left out.
 
     Args:
-        statistics: of a configuration.
+        statistics: of a configuration; of several observations in one state the last counts.
         robot, world: numbers of the state that are the robot's, and those behind them.
     """
     rows = dict(statistics)
     if (state := rows.pop("state", None)) is not None:
+        state = {name: row[-(robot + world) :] for name, row in state.items()}
         if robot:
             rows[STATE] = {name: row[:robot] for name, row in state.items()}
         if world:
@@ -144,6 +172,78 @@ def check_kinds(about: Mapping[str, Any], policy: str) -> None:
         raise ValueError(
             f"policy {policy}: model.normalization_mapping says {odd[0]}: numbers are normalised by one of "
             f"{', '.join(SCALES)}, or by IDENTITY not at all"
+        )
+
+
+def features(
+    image: tuple[int, int, int] | None, state: int, actions: int, frames: int = 1, robot: int | None = None
+) -> dict[str, Any]:
+    """`input_features` and `output_features` of a config.json for what an environment shows and takes.
+
+    Args:
+        image: of the observation's "rgb"; None without pictures.
+        state: numbers of its "state"; 0 for none.
+        actions: numbers of an action.
+        frames: observations that are seen at once.
+        robot: numbers of one state that are the robot's, before the world's; None: all where there are pictures,
+            otherwise none, since a policy that sees nothing of the world is not taken by lerobot.
+    """
+    inputs: dict[str, Any] = {}
+    if image is not None:
+        for number in range(image[2] // 3 // frames):
+            inputs[f"{PICTURES}s.camera{number + 1}"] = {"type": "VISUAL", "shape": [3, *image[:2]]}
+    numbers = state // frames
+    own = (numbers if inputs else 0) if robot is None else robot
+    if own or robot is not None:
+        inputs[STATE] = {"type": "STATE", "shape": [own]}
+    if numbers > own:
+        inputs[WORLD] = {"type": "ENV", "shape": [numbers - own]}
+    return {"input_features": inputs, "output_features": {ACTION: {"type": "ACTION", "shape": [actions]}}}
+
+
+def cameras_of(about: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of the cameras that a config.json looks at."""
+    return tuple(name for name, each in about["input_features"].items() if each["type"] == "VISUAL")
+
+
+def states_of(about: Mapping[str, Any]) -> tuple[int, int]:
+    """Numbers of the robot's state and of the world's in one observation."""
+    inputs = about["input_features"]
+    robot, world = (inputs.get(name, {"shape": [0]})["shape"][0] for name in (STATE, WORLD))
+    return robot, world
+
+
+def check_fit(about: Mapping[str, Any], policy: str, config: Any) -> None:
+    """See that a checkpoint looks at what the environment shows, and does what it takes.
+
+    Args:
+        about: config.json.
+        policy: its type, for errors.
+        config: has `image`, `state_size` and `action_size`.
+
+    Raises:
+        ValueError: it does not.
+    """
+    names, (robot, world), frames = cameras_of(about), states_of(about), about.get("n_obs_steps", 1)
+    numbers = about["output_features"][ACTION]["shape"][0]
+    if numbers != config.action_size:
+        raise ValueError(
+            f"policy {policy}: the checkpoint's actions have {numbers} numbers, and action_size={config.action_size}: "
+            "of another robot?"
+        )
+    if not names and not world:
+        raise ValueError(f"policy {policy}: it looks at nothing: the environment shows neither pictures nor a state")
+    at_once = "" if frames == 1 else f" in {frames} observations at once, which env.frame_stack={frames} shows"
+    shown = 0 if config.image is None else config.image[2] // 3
+    if shown % frames or len(names) * frames > shown:
+        raise ValueError(
+            f"policy {policy}: it looks at {len(names)} cameras, {', '.join(names)}{at_once}, and the environment "
+            f"shows {shown}: set policy.settings.image"
+        )
+    if (robot + world) * frames != config.state_size:
+        raise ValueError(
+            f"policy {policy}: the checkpoint looks at {robot} numbers of the robot's state and {world} of the world's"
+            f"{at_once}, and the environment's state has {config.state_size}: of another robot?"
         )
 
 
@@ -231,31 +331,88 @@ def processors(about: Mapping[str, Any], numbers: Mapping[str, Mapping[str, Tens
     return files
 
 
-def write_beside(
-    directory: Path,
-    files: Mapping[str, bytes],
-    about: Mapping[str, Any],
-    numbers: Mapping[str, Mapping[str, Any]],
-    pictures: Mapping[str, Mapping[str, Any]],
-) -> None:
-    """Write config.json and processors, as far as the files that have been written are others.
+def robot_actions(config: Any, scaling: Scaling | None) -> RobotActions:
+    """Between a policy's numbers and a simulator's actions, by the gripper and the bounds of its configuration."""
+    row = Embodiment(prompt="", prompt_length=0, gripper=config.gripper, action_size=config.action_size)
+    return RobotActions(row, scaling, config.action_low, config.action_high)
+
+
+class Processors:
+    """Steps around a policy in a directory: scales of what it sees and does, and the files that keep them.
 
     Args:
-        directory: there already, with these files.
-        files: by name, as the policy's directory had them.
         about: config.json.
-        numbers: statistics by feature, but for those of pictures.
-        pictures: of those, a number for each channel.
+        statistics: see `by_feature`; empty: numbers are used as they are, and actions are in [-1, 1].
+        pictures: mean and deviation of the pictures of each camera; None for ImageNet's.
     """
-    if json.loads(files.get("config.json", b"{}")) != about:
-        write_text(directory / "config.json", json.dumps(about, indent=2) + "\n")
-    if f"{PROCESSORS[0]}.json" in files:
-        written = with_numbers(files, numbers)
-    else:
-        colours = {
-            name: {key: torch.tensor(row).view(3, 1, 1) for key, row in each.items()} for name, each in pictures.items()
+
+    def __init__(
+        self, about: Mapping[str, Any], statistics: Mapping[str, Any], pictures: Mapping[str, Mapping[str, Any]] | None
+    ):
+        cameras, (robot, world) = cameras_of(about), states_of(about)
+        self._about, self._robot = about, robot
+        self._numbers = by_feature(statistics, robot, world)
+        self._of_pictures = dict.fromkeys(cameras, _IMAGENET) if pictures is None else pictures
+        sizes = {"STATE": (STATE, robot), "ENV": (WORLD, world), "ACTION": (ACTION, _size_of_actions(about))}
+        kinds = about["normalization_mapping"]
+        self._scales = {
+            kind: scaling(kinds, kind, self._numbers.get(name), size) if statistics else None
+            for kind, (name, size) in sizes.items()
         }
-        flat = {name: {key: torch.tensor(row) for key, row in each.items()} for name, each in numbers.items()}
-        written = processors(about, colours | flat)
-    for name, content in written.items():
-        (directory / name).write_bytes(content)
+        self._pictures = self._scaling_of_pictures(cameras)
+
+    @property
+    def actions(self) -> Scaling | None:
+        """Between the robot's units and the model's scale; None for a policy that knows of no units."""
+        return self._scales["ACTION"]
+
+    def states(self, state: Tensor) -> tuple[Tensor, Tensor]:
+        """The robot's numbers and the world's on the model's scale, [..., R] and [..., W], of a state [..., R + W]."""
+        parts = state[..., : self._robot], state[..., self._robot :]
+        scales = self._scales["STATE"], self._scales["ENV"]
+        own, world = (
+            part if scale is None or not part.shape[-1] else scale.normalised(part)
+            for part, scale in zip(parts, scales, strict=True)
+        )
+        return own, world
+
+    def pictures(self, rgb: Tensor) -> Tensor:
+        """Pictures on the model's scale, float32 [..., k, 3, h, w] of uint8."""
+        centre, half = (each.float().to(rgb.device) for each in self._pictures)
+        return (rgb.float() / 255.0 - centre) / half
+
+    def write(self, directory: Path, files: Mapping[str, bytes]) -> None:
+        """Write config.json and processors, as far as the files that have been written are others.
+
+        Args:
+            directory: there already, with these files.
+            files: by name, as the policy's directory had them.
+        """
+        if json.loads(files.get("config.json", b"{}")) != self._about:
+            write_text(directory / "config.json", json.dumps(self._about, indent=2) + "\n")
+        if f"{PROCESSORS[0]}.json" in files:
+            written = with_numbers(files, self._numbers)
+        else:
+            colours = {
+                name: {key: torch.tensor(row).view(3, 1, 1) for key, row in each.items()}
+                for name, each in self._of_pictures.items()
+            }
+            flat = {name: {key: torch.tensor(row) for key, row in each.items()} for name, each in self._numbers.items()}
+            written = processors(self._about, colours | flat)
+        for name, content in written.items():
+            (directory / name).write_bytes(content)
+
+    def _scaling_of_pictures(self, cameras: Sequence[str]) -> tuple[Tensor, Tensor]:
+        """Centre and half of the pictures of each camera, in 0..1, [k, 3, 1, 1]; 0 and 1 where nothing normalises."""
+        kind = self._about["normalization_mapping"].get("VISUAL", "IDENTITY")
+        centre, half = torch.zeros(len(cameras), 3, 1, 1), torch.ones(len(cameras), 3, 1, 1)
+        for number, name in enumerate(cameras):
+            if kind != "IDENTITY" and (statistics := self._of_pictures.get(name)):
+                scale = Scaling.of(statistics, SCALES[kind], EPSILON)
+                centre[number, :, 0, 0], half[number, :, 0, 0] = scale.centre, scale.half
+        return centre, half
+
+
+def _size_of_actions(about: Mapping[str, Any]) -> int:
+    size: int = about["output_features"][ACTION]["shape"][0]
+    return size

@@ -59,7 +59,12 @@ def shown_of(settings: ImitationConfig) -> DemonstrationSet | None:
         return None
     memory = int(settings.memory_gb * _GB)
     return DemonstrationSet(
-        sets=sets, solved=settings.solved, broken=settings.broken, held_out=settings.held_out, memory=memory
+        sets=sets,
+        solved=settings.solved,
+        broken=settings.broken,
+        held_out=settings.held_out,
+        frames=settings.frame_stack,
+        memory=memory,
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rlinf.data.demonstrations import Demonstration, decisions, read_demonstrations, write_demonstrations
+from rlinf.data.demonstrations import Demonstration, Window, decisions, read_demonstrations, write_demonstrations
 
 
 def shown(length=5, chunk=1, **changes):
@@ -62,6 +62,14 @@ def test_single_steps_become_a_chunk_from_every_step_on():
     assert found.valid.sum(1).tolist() == [3, 3, 2, 1, 2, 1]
     assert found.terminated.tolist() == [False, True, True, True, False, False]
     assert found.instructions == ("go",) * 6
+
+
+def test_actions_before_a_decision_are_those_of_its_own_episode():
+    window = Window([shown(4), shown(2)], 3, before=1)
+    found = window.between(0, len(window))
+    assert found.actions[..., 0].tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 0], [0, 1, 2], [1, 2, 0]]
+    assert found.valid.sum(1).tolist() == [2, 3, 3, 2, 2, 2]
+    assert found.following["state"].flatten().tolist() == [2, 3, 4, 4, 2, 2]
 
 
 def test_chunks_stay_as_they_were_recorded():

@@ -154,3 +154,9 @@ def test_data_sets_that_show_other_things_are_refused(tmp_path):
     stream = DecisionStream([Part(open_episodes(tmp_path), (0, 1))], 1, batch=4)
     with pytest.raises(ValueError, match=r"episode 1.*others:.*\[3\] float32"):
         stream.draw(0)
+
+
+def test_several_observations_are_seen_at_once_within_an_episode():
+    found = DecisionStream([part_of([3, 2], frames=2)], 1, batch=5).draw(0)
+    pairs = sorted(map(tuple, found.observation["state"].tolist()))
+    assert pairs == [(0, 0), (0, 1), (1, 2), (100, 100), (100, 101)]

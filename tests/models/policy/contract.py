@@ -39,6 +39,7 @@ INSTANCES: dict[str, str] = {
     "authored, part": "tests.models.policy.contract.partly_frozen",
     "act": "tests.models.policy.contract.act",
     "smolvla": "tests.models.policy.contract.smolvla",
+    "diffusion": "tests.models.policy.contract.diffusion",
 }
 """By name, what makes an instance."""
 
@@ -134,6 +135,18 @@ def act(directory: Path) -> Instance:
     _of_lerobot(directory)
     unused = ("model.vae_encoder*", "model.encoder_latent_input_proj.weight")  # of imitation alone
     return Instance({**given, "chunk": 3}, directory, unused=unused)
+
+
+def diffusion(directory: Path) -> Instance:
+    """Diffusion Policy as lerobot writes it, which sees two observations of 4 numbers at once; see `act`."""
+    sizes = {"down_dims": [16, 24], "diffusion_step_embed_dim": 8, "horizon": 8, "spatial_softmax_num_keypoints": 2,
+             "resize_shape": [40, 40], "num_train_timesteps": 12}  # fmt: skip
+    low, high = [-0.5] * 7, [1.5] * 7
+    row = {"mean": [0.1] * 7, "std": [0.5] * 7, "min": low, "max": high}
+    given = {"type": "diffusion", "image": [32, 32, 6], "state_size": 14, "action_size": 7, "chunk": 3}
+    save_policy(build_policy_model({**given, "model": sizes, "statistics": {"state": row, "actions": row}}), directory)
+    _of_lerobot(directory)
+    return Instance({**given, "method": "DDIM", "steps": 3}, directory)
 
 
 def smolvla(directory: Path) -> Instance:

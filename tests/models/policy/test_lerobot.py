@@ -1,4 +1,5 @@
-"""ACT and SmolVLA in LeRobot's directories: what is refused. That they compute what LeRobot's do: `make test-peers`."""
+"""ACT, SmolVLA and Diffusion Policy in LeRobot's directories: what is refused, and how it is drawn. That they compute
+what LeRobot's do: `make test-peers`."""
 
 import json
 
@@ -7,7 +8,7 @@ import torch
 
 from rlinf.algos.loss_sum import LossSum
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
-from tests.models.policy.contract import act, smolvla
+from tests.models.policy.contract import act, diffusion, smolvla
 
 SMALL = {"dim_model": 8, "n_heads": 2, "dim_feedforward": 8, "n_encoder_layers": 1, "n_vae_encoder_layers": 1,
          "latent_dim": 2, "chunk_size": 4}  # fmt: skip
@@ -41,6 +42,11 @@ def said(directory, changes):
         (act, {"output_features": {}}, r"config\.json.*'action'"),
         (act, {"vision_backbone": "resnet50"}, r"vision_backbone.*resnet18"),
         (act, {"normalization_mapping": {"ACTION": "QUANTILE10"}}, r"QUANTILE10.*MEAN_STD"),
+        (diffusion, {"use_group_norm": False}, r"use_group_norm.*True"),
+        (diffusion, {"noise_scheduler_type": "PNDM"}, r"noise_scheduler_type.*DDIM"),
+        (diffusion, {"horizon": 6}, r"horizon=6.*4"),
+        (diffusion, {"n_action_steps": 8}, r"chunk=8.*7"),
+        (diffusion, {"num_inference_steps": 13}, r"steps=13.*12"),
         (smolvla, {"type": "act"}, r"config\.json.*act"),
         (smolvla, {"attention_mode": "self_attn"}, r"attention_mode.*cross_attn"),
         (smolvla, {"resize_imgs_with_padding": None}, r"resize_imgs_with_padding.*32"),
@@ -105,3 +111,46 @@ def test_rows_that_do_not_count_change_no_loss_and_the_latent_is_a_row_s_own():
     whole, parts = lost(torch.arange(4)), lost(torch.tensor([0])) + lost(torch.tensor([1, 3]))
     torch.testing.assert_close(whole.mean(), parts.mean())
     assert lost(torch.tensor([2])).total.item() == 0.0
+
+
+BLURRED = {"type": "diffusion", "state_size": 6, "action_size": 2, "chunk": 2, "steps": 4, "model": {
+    "n_obs_steps": 2, "horizon": 4, "down_dims": [8, 8], "diffusion_step_embed_dim": 8, "num_train_timesteps": 20,
+}}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["DDPM", "DDIM"])
+def test_a_diffusion_policy_s_steps_are_those_of_the_posterior_in_float64(method):
+    """If actions are known, DDPM's steps, and those of DDIM that draw, keep the marginals of the noise:
+    x_p ~ N(sqrt(a_p) x0, 1 - a_p) follows from x_t ~ N(sqrt(a_t) x0, 1 - a_t)."""
+    model = {**BLURRED["model"], "prediction_type": "sample", "clip_sample": False}
+    policy = build_policy_model({**BLURRED, "method": method, "min_std": 0.0, "model": model})
+    shares = policy._signal.double()
+    clean = torch.full((1, 4, 2), 0.7)
+    policy.diffusion.unet.forward = lambda x, *_: clean.expand_as(x)
+    for number, (now, after) in enumerate(policy._times):
+        a, b = shares[now], shares[after] if after >= 0 else torch.tensor(1.0).double()
+        x = torch.stack([torch.zeros(4, 2), torch.ones(4, 2)])
+        mean, std = policy._step(x, torch.full((2,), number), torch.zeros(2, 6), draws=True)
+        slope = (mean[1] - mean[0]).double()
+        mean_of_all = mean[0].double() + slope * a.sqrt() * 0.7
+        variance = slope**2 * (1 - a) + std[0].double() ** 2
+        torch.testing.assert_close(mean_of_all, (b.sqrt() * 0.7).expand_as(slope), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(variance, (1 - b).expand_as(slope), atol=1e-5, rtol=1e-5)
+    assert std.max() == 0.0  # the last step is certain
+
+
+def test_what_pads_an_episode_is_a_copy_of_its_ends_and_rows_that_do_not_count_change_no_loss():
+    policy = build_policy_model(BLURRED)
+    seen, actions = {"state": torch.randn(3, 6)}, torch.rand(3, 4, 2)
+    real = torch.tensor([[False, True, True, False], [True] * 4, [False] * 4])
+    copied = actions.clone()
+    copied[0, 0], copied[0, 3] = actions[0, 1], actions[0, 2]
+
+    def lost(actions, rows, mask):
+        stored = policy.demonstrated({"state": seen["state"][rows]}, actions[rows])
+        return policy.imitate(stored, mask, torch.arange(3)[rows])
+
+    two = torch.tensor([0, 1])
+    wanted = lost(copied, two, None).mean()
+    torch.testing.assert_close(lost(actions, two, real[:2]).mean(), wanted)
+    torch.testing.assert_close(lost(actions, torch.arange(3), real).mean(), wanted)

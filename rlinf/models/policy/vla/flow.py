@@ -184,11 +184,11 @@ def sample(
             std = deviation(field.features)
         x = mean + std * noise[:, number if how.every else 0]
         states.append(x)
-        density = (*_density(x, mean, std), field.features)
+        likely = (*density(x, mean, std), field.features)
         if how.every or not scores:
-            scores.append(density)
+            scores.append(likely)
         else:
-            scores[0] = _either(draws, density, scores[0])
+            scores[0] = _either(draws, likely, scores[0])
     return _chain(how, torch.stack(states, 1), drew, scores)
 
 
@@ -207,7 +207,7 @@ def rescore(velocity: Velocity, how: Denoising, states: Tensor, drew: Tensor, de
         field = velocity(x, how.time(step))
         mean, std = how.move(x, field.velocity, step, torch.ones_like(step, dtype=torch.bool))
         std = std if deviation is None else deviation(field.features)
-        scores.append((*_density(states[rows, step + 1], mean, std), field.features))
+        scores.append((*density(states[rows, step + 1], mean, std), field.features))
     return _chain(how, states, drew, scores)
 
 
@@ -271,8 +271,8 @@ def sinusoids(t: Tensor, size: int, shortest: float, longest: float) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], 1).float()
 
 
-def _density(x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
-    """log N(x; mean, std^2) and its entropy, [N, H, D]; what rows that do not draw get is not read."""
+def density(x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Give log N(x; mean, std^2) and its entropy, [N, H, D]; what rows that do not draw get is not read."""
     log_std = std.clamp(min=1e-12).log()
     away = (x - mean) * torch.exp(-log_std)
     entropy = (log_std + (0.5 + _HALF_LOG_TAU)).expand_as(mean)

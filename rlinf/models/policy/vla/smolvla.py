@@ -34,7 +34,7 @@ from rlinf.models.policy import lerobot
 from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import Observation, PolicyConfig, Stored, looked_at
 from rlinf.models.policy.published import read_tensors, tensor_files, tensor_shapes, to_be_read, write_sharded
-from rlinf.models.policy.robots import Embodiment, RobotActions, Scaling, cameras, padded
+from rlinf.models.policy.robots import RobotActions, Scaling, cameras, padded
 from rlinf.models.policy.vla.flow import Field, FlowConfig, FlowPolicy, Velocity, sinusoids
 from rlinf.models.policy.vla.gemma import Attention, Cache, Prefix
 
@@ -299,8 +299,8 @@ class SmolVlaPolicy(FlowPolicy):
         self.critic: nn.Module | None = None
         if config.value_level is not None:
             self.critic = perceptron(words.hidden_size, config.critic_hidden, 1, gain=0.0, activation=nn.ReLU)
-        self._state, actions = self._scalings(about["normalization_mapping"])
-        self._robot = self.actions_of(config, actions)
+        self._around = lerobot.Processors(about, config.statistics, {})
+        self._robot = self.actions_of(config, self._around.actions)
         self._prompts: Prompts | None = None
         self._unused: dict[str, Tensor] = {}
 
@@ -313,11 +313,9 @@ class SmolVlaPolicy(FlowPolicy):
         Raises:
             ValueError: it is of another policy, or has no statistics.
         """
-        about = lerobot.said_in(directory)
-        if about.get("type") != "smolvla":
-            raise ValueError(f"{directory / 'config.json'} is of a {about.get('type')}, not of a smolvla")
-        settings = lerobot.settings_of(about, directory)
-        rows = lerobot.statistics_of(about, directory)
+        settings = lerobot.opened(directory, "smolvla")
+        about, rows = settings["model"], settings["statistics"]
+        del settings["pictures"]  # which are not normalised
         settings["statistics"] = {name: rows[name] for name in (lerobot.STATE, lerobot.ACTION) if rows.get(name)}
         settings["steps"] = about.get("num_steps", _ABOUT["num_steps"])
         return settings | _sizes_in(tensor_shapes(tensor_files(directory)), about, directory)
@@ -330,8 +328,7 @@ class SmolVlaPolicy(FlowPolicy):
     @classmethod
     def actions_of(cls, config: SmolVlaConfig, scaling: Scaling | None) -> RobotActions:
         """See `Policy.actions_of`."""
-        row = Embodiment(prompt="", prompt_length=0, gripper=config.gripper, action_size=config.action_size)
-        return RobotActions(row, scaling, config.action_low, config.action_high)
+        return lerobot.robot_actions(config, scaling)
 
     def open_published(self, directory: Path) -> None:
         """Take the tokenizer.
@@ -358,24 +355,13 @@ class SmolVlaPolicy(FlowPolicy):
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
         """See `Policy.write_published`; processors with the statistics that it acts by."""
         write_sharded(directory, {**state, **self._unused})
-        lerobot.write_beside(directory, self.files, self.config.about, self._numbers(), {})
+        self._around.write(directory, self.files)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of the encoder, the language model and the expert."""
         both: Any = self.model.vlm_with_expert
         vlm = both.vlm.model
         return [*vlm.vision_model.encoder.layers, *vlm.text_model.layers, *both.lm_expert.layers]
-
-    def _numbers(self) -> dict[str, dict[str, Any]]:
-        return lerobot.by_feature(self.config.statistics, self.config.state_size, 0)
-
-    def _scalings(self, kinds: Mapping[str, str]) -> tuple[Scaling | None, Scaling | None]:
-        """Scales of the state and of actions; None without statistics."""
-        config, numbers = self.config, self._numbers()
-        if not numbers:
-            return None, None
-        state = lerobot.scaling(kinds, "STATE", numbers.get(lerobot.STATE), config.state_size)
-        return state, lerobot.scaling(kinds, "ACTION", numbers.get(lerobot.ACTION), config.action_size)
 
     # What goes in -----------------------------------------------------------------------------------------------------
 
@@ -404,7 +390,7 @@ class SmolVlaPolicy(FlowPolicy):
             mask, positions = real[:, None].expand(-1, x.shape[1], -1), (real.long().cumsum(1) - 1).clamp(min=0)
             hidden, cache = vlm.model.text_model(x, mask, positions)
         state = inputs.get("state", torch.zeros(len(text), 0, device=text.device))
-        state = state if self._state is None else self._state.normalised(state)
+        state, _ = self._around.states(state)
         token = network.state_proj(padded(state, network.state_proj.in_features))[:, None]
         whole = functional.pad(real, (0, 1), value=True)
         last, cache = vlm.model.text_model(token, whole[:, None], real.sum(1, keepdim=True), cache)

@@ -239,10 +239,13 @@ def _split(path: str) -> tuple[ModuleSpec | None, list[str]]:
 
 
 def _binds(node: ast.stmt, name: str) -> bool:
-    """True if a top-level statement gives `name` a value by import, assignment or as a class."""
+    """True if a top-level statement gives `name` a value by import, assignment or as a class, or `__all__` has it,
+    which a module's `__getattr__` may make when it is asked for."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         return any((alias.asname or alias.name.partition(".")[0]) in (name, "*") for alias in node.names)
     if isinstance(node, ast.ClassDef):
         return node.name == name
     may_assign = isinstance(node, ast.Assign | ast.AnnAssign | ast.If | ast.Try)
+    if may_assign and any(isinstance(inner, ast.Name) and inner.id == "__all__" for inner in ast.walk(node)):
+        return any(isinstance(inner, ast.Constant) and inner.value == name for inner in ast.walk(node))
     return may_assign and any(isinstance(inner, ast.Name) and inner.id == name for inner in ast.walk(node))

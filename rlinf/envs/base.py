@@ -168,6 +168,20 @@ class Interventions:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Timing:
+    """When a step was decided and done by what moves while nobody speaks, such as a robot."""
+
+    age: float
+    """Seconds from the observation to the arrival of the actions that it led to, by the robot's clock."""
+    decision: float
+    """Of these, from its arrival here until the actions left, by ours; the rest is the way there and back."""
+    limited: Tensor
+    """Actions that the robot cut to its limits, bool [N]."""
+    holds: int
+    """How often it held, since no action came in time, after the step before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Transition:
     """Results of one step, one row per environment; rows that were not active may hold anything."""
 
@@ -183,6 +197,8 @@ class Transition:
     """True where the task is solved at this moment, bool [N]; None where the simulator does not say."""
     interventions: Interventions | None = None
     """What somebody else did instead of the actions; None where nobody can."""
+    timing: Timing | None = None
+    """When it was decided and done; None where time stands still between steps."""
 
 
 class WrongOption(ValueError):

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,6 +40,7 @@ from rlinf.envs.base import (
     Observation,
     Simulator,
     State,
+    Timing,
     Transition,
     rows_of,
     rows_where,
@@ -79,6 +80,8 @@ class Episode:
     """Name of what it was to do, as the simulator says when it begins; None where there is one task alone."""
     intervened: int = 0
     """Steps in which somebody else acted in the policy's place."""
+    times: Mapping[str, float] | None = field(default=None, compare=False)
+    """When its steps were decided and done, see `times_of`; None where time stands still between steps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,6 +197,23 @@ def remembered(chunk: Chunk, memory: Tensor) -> Chunk:
     carried[chunk.lost.cpu()] = 0.0
     observation = {**chunk.observation, "memory": carried}
     return replace(chunk, observation=observation, final={**chunk.final, "memory": memory[chunk.ended]})
+
+
+def times_of(steps: Sequence[tuple[Timing, bool]]) -> dict[str, float] | None:
+    """Times of an episode, seconds: `age` of observations when the actions came, its mean and `age_max`; of it, the
+    mean of `decision` here and of the `link` there and back; `limited`, the share of actions that were cut; `holds`
+    that came before.
+
+    Args:
+        steps: when each was done, and whether its action was cut; none where nobody says.
+    """
+    if not steps:
+        return None
+    ages, decisions = [each.age for each, _ in steps], [each.decision for each, _ in steps]
+    age, decision = sum(ages) / len(ages), sum(decisions) / len(decisions)
+    limited, holds = sum(cut for _, cut in steps) / len(steps), float(sum(each.holds for each, _ in steps))
+    means = {"age": age, "decision": decision, "link": age - decision, "limited": limited}
+    return {**means, "age_max": max(ages), "holds": holds}
 
 
 def joined_starts(parts: Sequence[Start]) -> Start:
@@ -591,6 +611,7 @@ class Environment:
         self._steps, self._total = np.zeros(count, np.int64), np.zeros(count, np.float64)
         self._once, self._solved, self._running = (np.full(count, each) for each in (False, False, True))
         self._intervened = np.zeros(count, np.int64)
+        self._timings: list[list[tuple[Timing, bool]]] = [[] for _ in range(count)]
         self._tells_success = False
         self._observation = self._begin(self._everyone)
         wrong = mistake_in(self._observation, self.simulator.observation_spec, self.num_envs)
@@ -628,6 +649,8 @@ class Environment:
             active = spoiled.left(able, {"reward": moved.reward, **moved.observation})
             everyone = everyone and active is able
             acted.append(self._acted(moved, active))
+            if moved.timing is not None:
+                self._time(moved.timing, active)
             done.append(step := self._account(moved, active, everyone))
             if step.over is not None:
                 everyone, active = False, active & ~step.over
@@ -648,6 +671,12 @@ class Environment:
         steps = _on_host(acted.steps) & active
         self._intervened += steps
         return Interventions(torch.from_numpy(steps), acted.actions)
+
+    def _time(self, timing: Timing, active: np.ndarray) -> None:
+        """Enter when a step was done into the accounts of the active environments."""
+        limited = _on_host(timing.limited)
+        for env in np.flatnonzero(active).tolist():
+            self._timings[env].append((timing, bool(limited[env])))
 
     def _on_device(self, mask: np.ndarray) -> Tensor:
         """A mask as the simulator takes it; not to be written to."""
@@ -710,6 +739,7 @@ class Environment:
         saved = {"intervened": torch.zeros(self.num_envs, dtype=torch.int64), **state}  # earlier versions have none
         for name in _COUNTERS:
             setattr(self, f"_{name}", saved[name].cpu().numpy().copy())
+        self._timings = [[] for _ in range(self.num_envs)]
         return Start(self._observation, self._numbers(), self._instructions())
 
     def watch(self, envs: Sequence[int]) -> None:
@@ -907,6 +937,7 @@ class Environment:
                     truncated=cut,
                     task=None if self._tasks is None else self._tasks[env],
                     intervened=intervened,
+                    times=times_of(self._timings[env]),
                 )
             )
             if self._recorder is not None:
@@ -922,6 +953,8 @@ class Environment:
         self._count_episodes(ended)
         for counter in (self._steps, self._total, self._once, self._solved, self._intervened):
             counter[ended] = 0
+        for env in ended.tolist():
+            self._timings[env] = []
         self._running = self._running.copy()
         self._running[ended] = True
         if self.pause is not None:

@@ -258,6 +258,8 @@ def test_a_flow_is_any_async_function_and_what_is_none_is_told_before_anything_s
     assert resolve("mine_flow") is resolve("mine_flow.mine_flow")
     assert "async def" in (mistake_in("mine_flow.plain", must_be_async=True) or "")
     assert "mine_flow.other?" in (mistake_in("mine_flow.othr") or "")
+    assert mistake_in("rlinf.envs.remote.Remote") is None  # which it has once it is asked for
+    assert "Remot" in (mistake_in("rlinf.envs.remote.Remot") or "")
     assert mistake_in("not_there.at_all")
     assert mistake_in("path/to/file.py")
     sys.modules.pop("mine_flow", None)

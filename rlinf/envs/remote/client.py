@@ -29,6 +29,7 @@ from rlinf.envs.base import (
     Simulator,
     SimulatorLost,
     State,
+    Timing,
     Transition,
     WrongOption,
 )
@@ -183,6 +184,8 @@ class Remote(Simulator):
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: list[str] | None = None
+        self._seen: int | None = None  # number of the newest observation, if the other side numbers them
+        self._came = 0.0
         self._begun = torch.zeros(num_envs, dtype=torch.bool)  # environments that the other side has an episode of
         specs = self._connect()
         try:
@@ -201,19 +204,36 @@ class Remote(Simulator):
         self._words = self._instructions_in(reply)
         observation = self._observation(reply, len(env_ids))
         self._begun[env_ids] = True
+        self._note(reply)
         return observation
 
     def step(self, actions: Tensor, active: Tensor) -> Transition:
         if bool((active & ~self._begun).any()):
             lost = (active & ~self._begun).nonzero().flatten().tolist()
             raise SimulatorLost(f"{self._who} is gone, and with it the episodes of environments {lost}")
-        reply = self._call("step", actions=actions.numpy(), active=active.numpy())
+        decision = time.monotonic() - self._came
+        about = {} if self._seen is None else {"seen": self._seen}
+        reply = self._call("step", actions=actions.numpy(), active=active.numpy(), **about)
+        self._note(reply)
         observation = self._observation(reply, self.num_envs)
         reward, terminated, truncated = (self._array(reply, name, self.num_envs, _ROWS[name]) for name in _ROWS)
         success = None
         if reply.get("success") is not None:
             success = self._array(reply, "success", self.num_envs, _BOOL)
-        return Transition(observation, reward, terminated, truncated, success, self._interventions(reply))
+        acted, timing = self._interventions(reply), self._timing(reply, decision)
+        return Transition(observation, reward, terminated, truncated, success, acted, timing)
+
+    def _note(self, reply: Any) -> None:
+        """Note that something was seen now, and which of all observations it was."""
+        timing = reply.get("timing") if isinstance(reply, dict) else None
+        self._seen, self._came = None if timing is None else int(timing["seen"]), time.monotonic()
+
+    def _timing(self, reply: Any, decision: float) -> Timing | None:
+        """When the actions of a step came there, as the other side says; None if it does not."""
+        if (timing := reply.get("timing")) is None:
+            return None
+        limited = self._array(timing, "limited", self.num_envs, _BOOL)
+        return Timing(float(timing["age"]), decision, limited, int(timing["holds"]))
 
     def _interventions(self, reply: Any) -> Interventions | None:
         """Interventions of somebody on the other side, who acts there without being asked for."""
@@ -242,6 +262,7 @@ class Remote(Simulator):
         reply = self._call("restore", states=arrays(list(states)), env_ids=env_ids.numpy())
         self._words = self._instructions_in(reply)
         self._begun[env_ids] = True
+        self._note(reply)
 
     def close(self) -> None:
         self._leave()
@@ -355,6 +376,10 @@ class Remote(Simulator):
             raise SimulatorLost(f"{self._who} was lost in {name!r}: {error or type(error).__name__}{ended}") from error
         if "error" not in reply:
             return reply["value"]
+        if reply["kind"] == "Stale":
+            self._begun[:] = False
+            text = reply["error"].splitlines()[0]
+            raise SimulatorLost(f"{self._who} refused actions that came too late: {text}; see its hold_after")
         if reply["kind"] in _REFUSALS:
             self._leave()
         raise RemoteError(f"{self._who} could not {name}: {reply['kind']}: {reply['error']}")

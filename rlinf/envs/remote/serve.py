@@ -16,6 +16,13 @@ This file needs numpy and Python 3.8 and nothing else, so that it can be copied 
     save()                  -> N states; restore(states, env_ids)       (may be missing)
     close()                                                             (may be missing)
 
+Of a robot, which goes on moving while nobody speaks, these may be there, too:
+
+    hold_after, hold()      seconds from an observation in which the next action must have come; otherwise hold() is
+                            called, which does what is safe there, and no action is done before the next reset
+    most_change             [A]: how much each number of an action may differ from that of the action before; what is
+                            more is cut, and counted
+
 With `resets_together = True`, `reset` is called for all environments at once only. Where rlinf is installed, classes of
 its own kind (`rlinf.envs.base.Simulator`) are served, too.
 
@@ -24,7 +31,10 @@ which is JSON in UTF-8, and the body, the numbers of all arrays one after the ot
 {"#array": [dtype, shape]} stands for the next array, {"#bytes": length} for the next bytes and {"#dict": [[key, value],
 ...]} for a dictionary whose keys begin with "#". A call is {"call": name, ...arguments}, and its answer {"value": ...}
 or {"error": text, "kind": name}. The first call of a connection is "hello" with "version", "token", "num_envs" and
-"options"; its answer has "version" and the specs. Each connection has a simulator of its own; calls come one at a time.
+"options"; its answer has "version" and the specs. Answers to "reset", "restore" and "step" number what is seen
+("timing": {"seen": ...}), and "step" may say which of them its actions are for ("seen"): others are refused as Stale.
+After a step "timing" also has "age", seconds from the observation to the arrival of the actions, "limited", bool [N],
+and "holds" since the answer before. Each connection has a simulator of its own; calls come one at a time.
 """
 
 from __future__ import annotations
@@ -42,6 +52,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -198,6 +209,130 @@ def found(make: str) -> Any:
     return getattr(module, name)
 
 
+class Stale(Exception):
+    """The actions are for an observation that is not the newest, or the robot has held since."""
+
+
+class Guard:
+    """Watches over what moves while nobody speaks: holds, limits, and when things were seen and done.
+
+    Args:
+        simulator: what is served.
+        clock: tells seconds.
+        timer: makes a timer of seconds and a function, with `start` and `cancel`.
+
+    Raises:
+        ValueError: its `hold_after` or `most_change` cannot be done.
+    """
+
+    def __init__(self, simulator: Any, clock: Callable[[], float] = time.monotonic, timer: Any = threading.Timer):
+        self._simulator, self._clock, self._timer = simulator, clock, timer
+        self._after, self._change = getattr(simulator, "hold_after", None), getattr(simulator, "most_change", None)
+        if self._after is not None and not (self._after > 0 and hasattr(simulator, "hold")):
+            raise ValueError("hold_after must be more than 0, and needs hold(), which does what is safe")
+        if self._change is not None and (np.asarray(self._change) < 0).any():
+            raise ValueError("most_change must be at least 0")
+        self._lock = threading.Lock()  # a timer's thread holds
+        self._running: Any = None
+        self._before: Any = None  # actions that were done last, NaN where there were none
+        self._held, self._holds, self._seen, self._taken = False, 0, 0, clock()
+
+    def reset(self, seeds: Any, env_ids: Any) -> Any:
+        """Begin episodes."""
+        return self._begun(env_ids, lambda: self._simulator.reset(seeds, env_ids))
+
+    def restore(self, states: Any, env_ids: Any) -> Any:
+        """Go on from states."""
+        return self._begun(env_ids, lambda: self._simulator.restore(states, env_ids))
+
+    def step(self, actions: Any, active: Any, seen: Any = None) -> Any:
+        """Do actions.
+
+        Args:
+            actions, active: see the top of the file.
+            seen: number of the observation that they are for; None: not known.
+
+        Raises:
+            Stale: it is not the newest, or the robot has held since.
+        """
+        age = self._clock() - self._taken
+        with self._lock:
+            self._rest()
+            if self._held or (seen is not None and seen != self._seen):
+                raise Stale("it holds" if self._held else f"actions for {seen}, and {self._seen} is the newest")
+            actions, limited = self._within(actions, active)
+            answer = dict(self._simulator.step(actions, active))
+            self._look()
+            answer["timing"] = {"seen": self._seen, "age": age, "limited": limited, "holds": self._told_holds()}
+            over = np.asarray(answer["terminated"], bool) | np.asarray(answer["truncated"], bool)
+            if self._after is not None and (np.asarray(active, bool) & ~over).any():
+                self._running = self._timer(self._after, functools.partial(self._late, self._seen))
+                self._running.daemon = True
+                self._running.start()
+            return answer
+
+    def timing(self) -> Any:
+        """What is seen, as its number."""
+        return {"seen": self._seen}
+
+    def close(self) -> None:
+        """Hold, if it moves, and give the simulator back."""
+        with self._lock:
+            if self._rest() and not self._held:
+                self._hold("the connection has ended")
+            if hasattr(self._simulator, "close"):
+                self._simulator.close()
+
+    def _begun(self, env_ids: Any, begin: Callable[[], Any]) -> Any:
+        with self._lock:
+            self._rest()
+            value = begin()
+            self._held = False
+            if self._before is not None:
+                self._before[env_ids] = np.nan
+            self._look()
+            return value
+
+    def _look(self) -> None:
+        self._seen, self._taken = self._seen + 1, self._clock()
+
+    def _within(self, actions: Any, active: Any) -> Any:
+        """Actions within the limits, and where they were changed, [N]."""
+        if self._change is None:
+            return actions, np.zeros(len(actions), bool)
+        before = np.full_like(actions, np.nan) if self._before is None else self._before
+        most = np.asarray(self._change, actions.dtype)
+        within = np.where(np.isnan(before), actions, np.clip(actions, before - most, before + most))
+        active = np.asarray(active, bool)
+        self._before = np.where(active[:, None], within, before)
+        return within, (within != actions).any(1) & active
+
+    def _late(self, seen: int) -> None:
+        with self._lock:
+            if seen == self._seen and self._running is not None:
+                self._running = None
+                self._hold(f"no action within {self._after:g} s")
+
+    def _hold(self, why: str) -> None:
+        self._held, self._holds = True, self._holds + 1
+        _say(f"{why}: it holds")
+        try:
+            self._simulator.hold()
+        except Exception:  # of a robot: whoever stands beside it must know
+            _say(f"it could not hold:\n{traceback.format_exc()}")
+
+    def _rest(self) -> bool:
+        """No timer runs any more; true if one did."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.cancel()
+        return running is not None
+
+    def _told_holds(self) -> int:
+        holds, self._holds = self._holds, 0
+        return holds
+
+
 class Session:
     """One connection: its simulator, once it has said hello.
 
@@ -210,6 +345,7 @@ class Session:
         self._make = make
         self._token = token
         self._simulator: Any = None
+        self._guard: Any = None
 
     @property
     def known(self) -> bool:
@@ -231,16 +367,16 @@ class Session:
             raise PermissionError(f"the first call must be hello, not {name!r}")
         if name not in ("reset", "step", "render", "save", "restore"):
             raise ValueError(f"there is no call {name!r}")
-        value = getattr(self._simulator, name)(**request)
+        value = getattr(self._simulator if name in ("render", "save") else self._guard, name)(**request)
         if name in ("reset", "restore"):  # the two after which others may be meant to do other things
-            return {"observation": value, "instructions": self._words()}
+            return {"observation": value, "instructions": self._words(), "timing": self._guard.timing()}
         return value
 
     def close(self) -> None:
         """Give the simulator back."""
-        if hasattr(self._simulator, "close"):
-            self._simulator.close()
-        self._simulator = None
+        if self._guard is not None:
+            self._guard.close()
+        self._simulator = self._guard = None
 
     def _hello(self, version: Any = None, token: str = "", num_envs: int = 1, options: Any = None) -> Any:
         if version != VERSION:
@@ -251,7 +387,7 @@ class Session:
         simulator = self._make(num_envs=num_envs, **(options or {}))
         if hasattr(simulator, "action_spec"):  # of rlinf's own kind, which is here then
             simulator = importlib.import_module("rlinf.envs.remote.client").OfRlinf(simulator)
-        self._simulator = simulator
+        self._guard, self._simulator = Guard(simulator), simulator
         spec = simulator.observation_spec.items()
         specs = {name: [list(shape), np.dtype(dtype).name] for name, (shape, dtype) in spec}
         return {
@@ -262,6 +398,7 @@ class Session:
             "max_steps": self._simulator.max_steps,
             "instructions": self._words(),
             "resets_together": bool(getattr(self._simulator, "resets_together", False)),
+            "timed": True,
             "can": [name for name in ("render", "save", "restore") if hasattr(self._simulator, name)],
         }
 

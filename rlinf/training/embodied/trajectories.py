@@ -325,6 +325,17 @@ def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: Traje
     }
 
 
+def robot_times(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Metrics of when a robot's steps were decided and done, `robot/*`: means over episodes, but for the greatest
+    `age_max` and the sum of `holds`; none where nobody says."""
+    times = [episode.times for episode in episodes if episode.times is not None]
+    if not times:
+        return {}
+    means = {f"robot/{name}": sum(each[name] for each in times) / len(times) for name in times[0]}
+    holds = sum(each["holds"] for each in times)
+    return {**means, "robot/age_max": max(each["age_max"] for each in times), "robot/holds": holds}
+
+
 def ages_of(parts: Sequence[Trajectory], version: int) -> dict[str, float]:
     """By how many versions the weights that decided were older than those that learn: mean over slices, and the most.
 
@@ -355,7 +366,7 @@ def counted(trajectory: Trajectory) -> tuple[Episode, ...]:
 
 def summary(episodes: Sequence[Episode]) -> dict[str, float]:
     """How finished episodes went: `episodes`, their mean `return`, `length`, and, where the simulator says,
-    `success_once` and `success_at_end`; only the count where there are none."""
+    `success_once` and `success_at_end`, and `robot_times`; only the count where there are none."""
     metrics: dict[str, float] = {"episodes": float(len(episodes))}
     if not episodes:
         return metrics
@@ -366,7 +377,7 @@ def summary(episodes: Sequence[Episode]) -> dict[str, float]:
         values = Counter(getattr(episode, name) for episode in episodes)
         if None not in values:
             metrics[name] = values[True] / count
-    return metrics
+    return metrics | robot_times(episodes)
 
 
 def by_task(episodes: Sequence[Episode]) -> dict[str, tuple[Episode, ...]]:

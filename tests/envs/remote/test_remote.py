@@ -19,8 +19,10 @@ from rlinf.envs.remote.client import RemoteError
 from rlinf.envs.toy import Reach
 from rlinf.envs.workers import EnvironmentPool
 from rlinf.envs.wrappers import Mixture
+from rlinf.training.embodied.trajectories import summary
 from tests.envs.protocol import ProtocolSuite, begin, everyone, same
 from tests.envs.remote.arm import Arm
+from tests.envs.remote.test_serve import Robot, Timer
 
 ARM = str(Path(__file__).with_name("arm.py")) + ":Arm"
 
@@ -274,3 +276,31 @@ def test_wrong_options_are_told_by_key(options, key, said):
     with pytest.raises(WrongOption, match=said) as caught:
         Remote.check_options(options)
     assert caught.value.name == key
+
+
+def test_a_robot_that_held_costs_the_episode_and_tells_its_times_with_the_next(tmp_path, monkeypatch):
+    guards, guard = [], serve.Guard
+
+    def watched(simulator):
+        guards.append(guard(simulator, timer=lambda *about: Timer(*about)))
+        return guards[-1]
+
+    monkeypatch.setattr(serve, "Guard", watched)
+    where, ready = f"unix:{tmp_path / 's'}", threading.Event()
+    threading.Thread(target=serve.listen, args=(Robot, "", where, 1, lambda _: ready.set()), daemon=True).start()
+    assert ready.wait(10)
+    simulator = Remote(1, address=where)
+    environment = Environment(simulator, Rules(max_steps=2))
+    environment.reset(0)
+    environment.step(torch.zeros(1, 1, 2))
+    guards[0]._running.call()
+    with pytest.raises(SimulatorLost, match=r"too late.*hold_after"):
+        environment.step(torch.zeros(1, 1, 2))
+    environment.reset(1)
+    (episode,) = environment.step(torch.tensor([[[0.0, 0.0], [1.0, 0.0]]])).episodes
+    told = summary([episode])
+    assert told["robot/holds"] == 1.0
+    assert told["robot/limited"] == 0.5
+    assert told["robot/age_max"] >= told["robot/age"] >= 0.0
+    assert told["robot/age"] == pytest.approx(told["robot/decision"] + told["robot/link"])
+    simulator.close()

@@ -204,3 +204,121 @@ def test_connections_have_places_and_give_them_back(server):
     assert "error" in serve.receive(held[0].recv)
     for connection in held:
         connection.close()
+
+
+class Timer:
+    """A timer that goes off when the test says so."""
+
+    def __init__(self, seconds, call):
+        self.seconds, self.call, self.runs, self.daemon = seconds, call, False, False
+
+    def start(self):
+        self.runs = True
+
+    def cancel(self):
+        self.runs = False
+
+
+class Robot(Arm):
+    """An arm that can hold."""
+
+    most_change = (0.5, 1.0)
+    hold_after = 0.25
+
+    def __init__(self, num_envs=1):
+        super().__init__(num_envs)
+        self.calls = []
+
+    def hold(self):
+        self.calls.append("hold")
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def guarded():
+    """(guard, its robot, its timers, what its clock says)."""
+    timers, now = [], [10.0]
+
+    def timer(*about):
+        timers.append(Timer(*about))
+        return timers[-1]
+
+    robot = Robot()
+    guard = serve.Guard(robot, clock=lambda: now[0], timer=timer)
+    guard.reset(np.array([0]), np.array([0]))
+    return guard, robot, timers, now
+
+
+def moved(guard, *actions, seen=None):
+    return guard.step(np.array([actions], np.float32), np.array([True]), seen=seen)
+
+
+def test_a_robot_holds_where_no_action_comes_in_time_and_takes_none_before_the_next_reset(guarded, capsys):
+    guard, robot, timers, _ = guarded
+    assert not timers  # it stands still
+    moved(guard, 0.1, 0.0)
+    (timer,) = timers
+    assert timer.runs
+    assert timer.seconds == 0.25
+    timer.call()
+    assert robot.calls == ["hold"]
+    assert "0.25 s" in capsys.readouterr().out
+    with pytest.raises(serve.Stale, match="holds"):
+        moved(guard, 0.1, 0.0)
+    assert robot.place.tolist() == [[np.float32(0.1), 0.0]]
+    guard.reset(np.array([0]), np.array([0]))
+    holds = [moved(guard, 0.1, 0.0)["timing"]["holds"] for _ in range(2)]
+    assert holds == [1, 0]
+
+
+def test_a_timer_that_goes_off_while_the_action_comes_holds_nothing(guarded):
+    guard, robot, timers, _ = guarded
+    moved(guard, 0.1, 0.0)
+    moved(guard, 0.1, 0.0)
+    assert [timer.runs for timer in timers] == [False, True]
+    timers[0].call()
+    assert not robot.calls
+    moved(guard, 0.1, 0.0)
+
+
+def test_actions_for_an_old_observation_are_refused_and_the_newest_s_are_done(guarded):
+    guard, robot, _, _ = guarded
+    seen = guard.timing()["seen"]
+    newest = moved(guard, 0.1, 0.0, seen=seen)["timing"]["seen"]
+    with pytest.raises(serve.Stale, match=str(seen)):
+        moved(guard, 0.1, 0.0, seen=seen)
+    moved(guard, 0.1, 0.0, seen=newest)
+    np.testing.assert_allclose(robot.place, [[0.2, 0.0]], rtol=1e-6)
+
+
+def test_joints_change_no_faster_than_their_limits_and_what_is_cut_is_said(guarded):
+    guard, robot, _, _ = guarded
+    cut = [moved(guard, *action)["timing"]["limited"].tolist() for action in ((0.9, 0.0), (-0.9, 0.5), (0.0, 2.0))]
+    assert cut == [[False], [True], [True]]
+    np.testing.assert_allclose(robot.place, [[0.9 + 0.4 + 0.0, 0.0 + 0.5 + 1.5]], rtol=1e-6)
+
+
+def test_ages_are_those_of_observations_when_their_actions_come(guarded):
+    guard, _, _, now = guarded
+    now[0] = 10.25
+    assert moved(guard, 0.1, 0.0)["timing"]["age"] == 0.25
+    now[0] = 10.75
+    assert moved(guard, 0.1, 0.0)["timing"]["age"] == 0.5
+
+
+def test_a_robot_that_moves_when_the_connection_ends_holds_before_it_is_closed(guarded):
+    guard, robot, _, _ = guarded
+    moved(guard, 0.1, 0.0)
+    guard.close()
+    assert robot.calls == ["hold", "close"]
+
+
+@pytest.mark.parametrize("wrong", [{"hold_after": 0.0}, {"hold": None}, {"most_change": [-1.0, 0.0]}])
+def test_a_robot_that_cannot_be_watched_is_refused(wrong):
+    kind = type("Wrong", (Robot,), wrong)
+    if wrong.get("hold", 0) is None:
+        kind = type("Wrong", (Arm,), {"hold_after": 0.25})
+    with pytest.raises(ValueError, match=r"hold_after|most_change"):
+        serve.Guard(kind(1))

@@ -409,9 +409,6 @@ class Gr00tPolicy(FlowPolicy):
     def open_published(self, directory: Path) -> None:
         """Take Eagle's tokenizer, and what stands before the names of tensors."""
         self._prefix = _PREFIX if all(name.startswith(_PREFIX) for name in tensor_files(directory)) else ""
-        if self._prefix and self.config.statistics != settings_in(directory).get("statistics"):
-            # lerobot would go by numbers that count no more
-            self.files = {name: each for name, each in self.files.items() if not name.startswith(lerobot.PROCESSORS)}
         names = [name for name in self.files if name.startswith(f"{EAGLE}/") and name != f"{EAGLE}/{CONFIG}"]
         if names:
             length = self.config.prompt_length or self.row.prompt_length
@@ -425,15 +422,28 @@ class Gr00tPolicy(FlowPolicy):
         return self._prefix + inner
 
     def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """See `Policy.write_published`."""
+        """See `Policy.write_published`; processors of lerobot with the statistics that it acts by."""
         processors = self._prefix and f"{lerobot.PROCESSORS[0]}.json" in self.files
         if not processors and json.loads(self.files.get(METADATA, b"{}")) != self.config.statistics:
             write_statistics(directory / METADATA, self.config.statistics)
+        if processors:
+            for name, content in lerobot.with_numbers(self.files, self._numbers()).items():
+                (directory / name).write_bytes(content)
         if not self._prefix:
             (directory / CONFIG).write_text(json.dumps(self.config.model, indent=2) + "\n", encoding="utf-8")
         words = "backbone.eagle_model.language_model"  # the authors' files have both names of what is tied
         head = state[f"{words}.model.embed_tokens.weight"].clone()
         super().write_published(directory, {f"{words}.lm_head.weight": head, **state})
+
+    def _numbers(self) -> dict[str, dict[str, Any]]:
+        """Statistics by the names of lerobot's features: parts of the body one behind the other."""
+        numbers: dict[str, dict[str, Any]] = {}
+        mine = self.config.statistics.get(robot_of(self.config), {}).get("statistics", {})
+        for name, feature in (("state", lerobot.STATE), ("action", lerobot.ACTION)):
+            parts = list(mine.get(name, {}).values())
+            kinds = [kind for kind in lerobot.STATISTICS if parts and all(part.get(kind) is not None for part in parts)]
+            numbers[feature] = {kind: [each for part in parts for each in part[kind]] for kind in kinds}
+        return {feature: row for feature, row in numbers.items() if row}
 
     def blocks(self) -> Sequence[nn.Module]:
         """Layers of all four transformers."""

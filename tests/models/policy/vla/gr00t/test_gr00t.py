@@ -96,9 +96,15 @@ def test_lerobot_s_directory_says_its_statistics_its_robot_and_how_instructions_
     acted = [each.act(seen(), instructions=WORDS, greedy=True) for each in (policy, load_policy(tmp_path / "again"))]
     assert torch.equal(acted[0].actions, acted[1].actions)
     other = {"statistics": {"mine": {"statistics": STATISTICS}}, "robot": "mine"}
-    save_policy(load_policy(tmp_path / "lerobot", {**settings, **other}), tmp_path / "other")
-    assert not list((tmp_path / "other").glob("policy_p*"))  # whose numbers count no more
-    assert "mine" in json.loads((tmp_path / "other" / "experiment_cfg" / "metadata.json").read_text())
+    tuned = load_policy(tmp_path / "lerobot", {**settings, **other})
+    save_policy(tuned, tmp_path / "other")
+    numbers = load_file(tmp_path / "other" / "policy_postprocessor_step_2_groot_action_un.safetensors")
+    assert numbers["action.max"].tolist() == [1.0] * 7
+    torch.testing.assert_close(numbers["observation.state.max"], torch.tensor([1.0, 2.0, 4.0, 0.04]))
+    (tmp_path / "other" / "policy.json").unlink()
+    acted = [each.act(seen(), instructions=WORDS, greedy=True).actions
+             for each in (tuned, load_policy(tmp_path / "other", settings))]  # fmt: skip
+    torch.testing.assert_close(*acted)
 
 
 def test_what_lerobot_s_processors_do_and_is_not_done_here_is_refused(published, tmp_path):

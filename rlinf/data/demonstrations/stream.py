@@ -68,8 +68,8 @@ def _stacked(demo: Demonstration, frames: int) -> Demonstration:
         return demo
     places = torch.arange(len(demo.actions) + 1)
     back = [(places - before).clamp(min=0) for before in reversed(range(frames))]
-    seen = {name: torch.cat([rows[each] for each in back], -1) for name, rows in demo.observation.items()}
-    return replace(demo, observation=seen)
+    observation = {name: torch.cat([rows[each] for each in back], -1) for name, rows in demo.observation.items()}
+    return replace(demo, observation=observation)
 
 
 def bounded(part: Part, bounds: Any) -> Part:

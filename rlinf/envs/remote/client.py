@@ -212,7 +212,7 @@ class Remote(Simulator):
             lost = (active & ~self._begun).nonzero().flatten().tolist()
             raise SimulatorLost(f"{self._who} is gone, and with it the episodes of environments {lost}")
         decision = time.monotonic() - self._came
-        about = {} if self._seen is None else {"seen": self._seen}
+        about = {} if self._seen is None else {"number": self._seen}
         reply = self._call("step", actions=actions.numpy(), active=active.numpy(), **about)
         self._note(reply)
         observation = self._observation(reply, self.num_envs)

@@ -32,7 +32,7 @@ which is JSON in UTF-8, and the body, the numbers of all arrays one after the ot
 ...]} for a dictionary whose keys begin with "#". A call is {"call": name, ...arguments}, and its answer {"value": ...}
 or {"error": text, "kind": name}. The first call of a connection is "hello" with "version", "token", "num_envs" and
 "options"; its answer has "version" and the specs. Answers to "reset", "restore" and "step" number what is seen
-("timing": {"seen": ...}), and "step" may say which of them its actions are for ("seen"): others are refused as Stale.
+("timing": {"seen": ...}), and "step" may say which of them its actions are for ("number"): others are refused as Stale.
 After a step "timing" also has "age", seconds from the observation to the arrival of the actions, "limited", bool [N],
 and "holds" since the answer before. Each connection has a simulator of its own; calls come one at a time.
 """
@@ -245,12 +245,12 @@ class Guard:
         """Go on from states."""
         return self._begun(env_ids, lambda: self._simulator.restore(states, env_ids))
 
-    def step(self, actions: Any, active: Any, seen: Any = None) -> Any:
+    def step(self, actions: Any, active: Any, number: Any = None) -> Any:
         """Do actions.
 
         Args:
             actions, active: see the top of the file.
-            seen: number of the observation that they are for; None: not known.
+            number: of the observation that they are for; None: not known.
 
         Raises:
             Stale: it is not the newest, or the robot has held since.
@@ -258,8 +258,8 @@ class Guard:
         age = self._clock() - self._taken
         with self._lock:
             self._rest()
-            if self._held or (seen is not None and seen != self._seen):
-                raise Stale("it holds" if self._held else f"actions for {seen}, and {self._seen} is the newest")
+            if self._held or (number is not None and number != self._seen):
+                raise Stale("it holds" if self._held else f"actions for {number}, and {self._seen} is the newest")
             actions, limited = self._within(actions, active)
             answer = dict(self._simulator.step(actions, active))
             self._look()
@@ -272,7 +272,7 @@ class Guard:
             return answer
 
     def timing(self) -> Any:
-        """What is seen, as its number."""
+        """Number of the newest observation."""
         return {"seen": self._seen}
 
     def close(self) -> None:
@@ -307,9 +307,9 @@ class Guard:
         self._before = np.where(active[:, None], within, before)
         return within, (within != actions).any(1) & active
 
-    def _late(self, seen: int) -> None:
+    def _late(self, number: int) -> None:
         with self._lock:
-            if seen == self._seen and self._running is not None:
+            if number == self._seen and self._running is not None:
                 self._running = None
                 self._hold(f"no action within {self._after:g} s")
 

@@ -344,8 +344,8 @@ class DiffusionPolicy(Policy):
         share = self._signal.to(actions.device)[steps][:, None, None]
         places = random[:, self.starts + 1 :] if self.config.sizes["crop_is_random"] else None
         noisy = share.sqrt() * actions + (1.0 - share).sqrt() * noise
-        said = self.diffusion.unet(noisy, steps, self._condition(stored, places))
-        error = (said - (noise if about["prediction_type"] == "epsilon" else actions)).square()
+        output = self.diffusion.unet(noisy, steps, self._condition(stored, places))
+        error = (output - (noise if about["prediction_type"] == "epsilon" else actions)).square()
         if about.get("do_mask_loss_for_padding"):
             error = error * real[..., None]
         counts = real.any(1).to(error.dtype)
@@ -367,10 +367,10 @@ class DiffusionPolicy(Policy):
         shares = self._signal.to(x.device).double()
         a = shares[now][:, None, None]
         b = torch.where(after >= 0, shares[after.clamp(min=0)], 1.0)[:, None, None]
-        said, x = self.diffusion.unet(x, now, condition).double(), x.double()
+        output, x = self.diffusion.unet(x, now, condition).double(), x.double()
         noisy = about["prediction_type"] == "epsilon"
-        clean = (x - (1 - a).sqrt() * said) / a.sqrt() if noisy else said
-        noise = said if noisy else (x - a.sqrt() * clean) / (1 - a).sqrt()
+        clean = (x - (1 - a).sqrt() * output) / a.sqrt() if noisy else output
+        noise = output if noisy else (x - a.sqrt() * clean) / (1 - a).sqrt()
         if about["clip_sample"]:
             clean = clean.clamp(-about["clip_sample_range"], about["clip_sample_range"])
         variance = (1 - b) / (1 - a) * (1 - a / b) * (now > 0)[:, None, None]
@@ -388,7 +388,7 @@ class DiffusionPolicy(Policy):
         return max(1, len(self._times) - (self.config.min_std == 0.0))
 
     def _condition(self, inputs: Stored, places: Tensor | None = None) -> Tensor:
-        """What the network makes of what was seen, [N, numbers]."""
+        """The condition that the network denoises by, [N, numbers]."""
         own, world = self._around.states(inputs["state"].unflatten(1, (self._frames, -1)))
         pictures = self._around.pictures(inputs["rgb"]) if "rgb" in inputs else None
         return self.diffusion.seen(own, world, pictures, places)

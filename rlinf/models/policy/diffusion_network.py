@@ -103,8 +103,8 @@ class PictureEncoder(nn.Module):
 def _cropped(pictures: Tensor, size: Sequence[int], places: Tensor | None) -> Tensor:
     room = [have - want for have, want in zip(pictures.shape[-2:], size, strict=True)]
     if places is None:
-        top, left = (round(each / 2.0) for each in room)
-        return pictures[..., top : top + size[0], left : left + size[1]]
+        row, column = (round(each / 2.0) for each in room)
+        return pictures[..., row : row + size[0], column : column + size[1]]
     first = (places * torch.tensor([each + 1 for each in room], device=places.device)).long()
     down, right = (
         first[:, axis, None] + torch.arange(size[axis], device=places.device) for axis in (0, 1)
@@ -168,11 +168,11 @@ class _Waves(nn.Module):
 
 
 class UNet(nn.Module):
-    """What the network makes of noisy actions.
+    """Noise, or actions, from noisy actions.
 
     Args:
         numbers: of an action, A.
-        condition: numbers of what is seen.
+        condition: its numbers.
         sizes: as `SIZES`.
     """
 
@@ -210,18 +210,18 @@ class UNet(nn.Module):
         """
         dtype: torch.dtype = next(self.final_conv.parameters()).dtype
         waves: Any = self.diffusion_step_encoder[0](steps)
-        seen = torch.cat([self.diffusion_step_encoder[1:](waves.to(dtype)), condition.to(dtype)], -1)
+        both = torch.cat([self.diffusion_step_encoder[1:](waves.to(dtype)), condition.to(dtype)], -1)
         down: Any = self.down_modules
         up: Any = self.up_modules
         x, skipped = x.to(dtype).transpose(1, 2), []
         for first, second, shorter in down:
-            x = second(first(x, seen), seen)
+            x = second(first(x, both), both)
             skipped.append(x)
             x = shorter(x)
         for block in self.mid_modules:
-            x = block(x, seen)
+            x = block(x, both)
         for first, second, longer in up:
-            x = longer(second(first(torch.cat([x, skipped.pop()], 1), seen), seen))
+            x = longer(second(first(torch.cat([x, skipped.pop()], 1), both), both))
         actions: Tensor = self.final_conv(x).transpose(1, 2).float()
         return actions
 

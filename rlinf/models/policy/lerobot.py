@@ -234,11 +234,11 @@ def check_fit(about: Mapping[str, Any], policy: str, config: Any) -> None:
     if not names and not world:
         raise ValueError(f"policy {policy}: it looks at nothing: the environment shows neither pictures nor a state")
     at_once = "" if frames == 1 else f" in {frames} observations at once, which env.frame_stack={frames} shows"
-    shown = 0 if config.image is None else config.image[2] // 3
-    if shown % frames or len(names) * frames > shown:
+    count = 0 if config.image is None else config.image[2] // 3
+    if count % frames or len(names) * frames > count:
         raise ValueError(
             f"policy {policy}: it looks at {len(names)} cameras, {', '.join(names)}{at_once}, and the environment "
-            f"shows {shown}: set policy.settings.image"
+            f"shows {count}: set policy.settings.image"
         )
     if (robot + world) * frames != config.state_size:
         raise ValueError(

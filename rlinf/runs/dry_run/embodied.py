@@ -392,8 +392,9 @@ def _policy(config: EmbodiedConfig, numbers: int = 1) -> Policy | Problem:
     if (many := _too_many(config.policy.settings)) is not None:
         return Problem("configuration", f"policy.settings.{many[0]}", many[1], f"no model has more than {MOST_PARTS:,}")
     if (path := config.policy.path) is not None and wanted.published:  # its files say what is not set
-        return _built("policy.path", path, lambda: _smallest(configured(overrides, Path(path).expanduser()), numbers))
-    return _built("policy.settings", config.policy.settings, lambda: _smallest(overrides, numbers))
+        directory = Path(path).expanduser()
+        return _built("policy.path", path, lambda: _smallest(configured(overrides, directory), numbers, config))
+    return _built("policy.settings", config.policy.settings, lambda: _smallest(overrides, numbers, config))
 
 
 def without_path(config: EmbodiedConfig) -> Problem | None:
@@ -475,10 +476,11 @@ def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) ->
         yield Problem("configuration", "policy.gradient_checkpointing", True, advice)
 
 
-def _smallest(settings: Mapping[str, Any], numbers: int) -> dict[str, Any]:
+def _smallest(settings: Mapping[str, Any], numbers: int, config: EmbodiedConfig) -> dict[str, Any]:
     """A configuration fitted to an environment of the smallest sizes, whose actions have so many numbers."""
-    bounds = ((-1.0,) * numbers, (1.0,) * numbers)
-    return fitted(settings, {"state": (1,), "rgb": (_side(settings),) * 2 + (3,)}, numbers, bounds=bounds)
+    bounds, frames = ((-1.0,) * numbers, (1.0,) * numbers), max(config.env.frame_stack, config.imitation.frame_stack)
+    shapes = {"state": (frames,), "rgb": (_side(settings),) * 2 + (3 * frames,)}
+    return fitted(settings, shapes, numbers, bounds=bounds)
 
 
 def _memory_mistakes(config: EmbodiedConfig, policy: Policy) -> Iterator[Problem]:

@@ -251,8 +251,8 @@ def guarded():
     return guard, robot, timers, now
 
 
-def moved(guard, *actions, seen=None):
-    return guard.step(np.array([actions], np.float32), np.array([True]), seen=seen)
+def moved(guard, *actions, number=None):
+    return guard.step(np.array([actions], np.float32), np.array([True]), number=number)
 
 
 def test_a_robot_holds_where_no_action_comes_in_time_and_takes_none_before_the_next_reset(guarded, capsys):
@@ -286,10 +286,10 @@ def test_a_timer_that_goes_off_while_the_action_comes_holds_nothing(guarded):
 def test_actions_for_an_old_observation_are_refused_and_the_newest_s_are_done(guarded):
     guard, robot, _, _ = guarded
     seen = guard.timing()["seen"]
-    newest = moved(guard, 0.1, 0.0, seen=seen)["timing"]["seen"]
+    newest = moved(guard, 0.1, 0.0, number=seen)["timing"]["seen"]
     with pytest.raises(serve.Stale, match=str(seen)):
-        moved(guard, 0.1, 0.0, seen=seen)
-    moved(guard, 0.1, 0.0, seen=newest)
+        moved(guard, 0.1, 0.0, number=seen)
+    moved(guard, 0.1, 0.0, number=newest)
     np.testing.assert_allclose(robot.place, [[0.2, 0.0]], rtol=1e-6)
 
 

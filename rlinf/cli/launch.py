@@ -2,7 +2,8 @@
 
 In: a configuration, and how many machines with how many GPUs. Out: the file that the scheduler's own command takes, in
 which torchrun starts a process per GPU on every machine. Where machines are taken away, the run writes a checkpoint in
-its grace, and goes on from there when the scheduler starts it again (`--resume auto`). Nothing is submitted.
+its grace, and goes on from there when the scheduler starts it again (`--resume auto`). With `--join N` the file is that
+of N engines which join this run, one per GPU, wherever and whenever they find room. Nothing is submitted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,6 +24,7 @@ from rlinf.cli.main import output_file
 from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, dump
 from rlinf.config.schema import nearest
+from rlinf.config.text import RunConfig
 from rlinf.runs.rules import load_any
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -30,6 +33,21 @@ _AFTER_GRACE = 10
 """Seconds that torchrun waits for its ranks once they should have written their checkpoint."""
 _SHARED = "/shared"
 """Where pods and SkyPilot's machines have what outlives them."""
+_JOINING = """\
+trap 'told=1; kill -TERM "$engine"' TERM  # it hands on what it has begun
+while [ -z "$told" ]; do
+    if [ -e "$1/join.json" ]; then rlinf join "$1" --role rollout & else sleep 10 & fi
+    engine=$!
+    [ -z "$told" ] || kill -TERM "$engine"
+    wait "$engine" || [ -n "$told" ] || { sleep 10 & engine=$!; wait "$engine"; }
+done
+wait
+"""
+"""Shell commands that join the run of a directory again and again, as it begins and begins anew, until they are told to
+end. The directory is on a shared file system, which tells nobody of files that other machines write: so it is looked at
+every 10 s, a moment beside the start of a job."""
+_LEAVING = 60
+"""Seconds in which an engine hands on what it has begun: a fraction of one, and all that a busy machine may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,15 @@ class Job:
     """Seconds in which the run writes its checkpoint when it is told to end."""
     config: str
     """All of the configuration, as YAML."""
+    directory: str
+    """Of the run, where it is started as the configuration says."""
+    joined: bool
+    """Engines may join it."""
+
+    @property
+    def joiners(self) -> str:
+        """Name of the job of engines that join it."""
+        return f"{self.label}-joiners"
 
     @property
     def shutdown(self) -> int:
@@ -106,9 +133,30 @@ def slurm(job: Job, options: argparse.Namespace) -> str:
         '    scontrol requeue "$SLURM_JOB_ID"',
         "    exit 0",
         "fi",
+        *([f"scancel --name={job.joiners}  # of `rlinf launch slurm --join`: the run is over"] if job.joined else []),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def slurm_joiners(job: Job, options: argparse.Namespace) -> str:
+    """A batch script for `sbatch`: an array of engines that join the run, each of which may be ended, queued again or
+    added (`sbatch --array`) by itself.
+
+    Args:
+        job: what they join.
+        options: of the command; `join` says how many, `directive` are further lines of `#SBATCH`.
+    """
+    directives = [
+        f"--job-name={job.joiners}",
+        f"--array=1-{options.join} --ntasks=1",
+        *(["--gpus=1"] if job.gpus else []),
+        f"--requeue --open-mode=append --signal=TERM@{_LEAVING}",
+        *options.directive,
+    ]
+    script = shlex.quote(_JOINING)
+    lines = ["#!/bin/bash", *(f"#SBATCH {each}" for each in directives), ""]
+    return "\n".join([*lines, f"exec srun bash -c {script} rlinf {shlex.quote(job.directory)}"]) + "\n"
 
 
 def kubernetes(job: Job, options: argparse.Namespace) -> str:
@@ -155,7 +203,9 @@ def kubernetes(job: Job, options: argparse.Namespace) -> str:
         "network": {"enableDNSHostnames": True, "subdomain": job.label, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": workers}}],
     }
-    network = {"podSelector": belongs, "policyTypes": ["Ingress"], "ingress": [{"from": [{"podSelector": belongs}]}]}
+    callers = [belongs, *([_joiners(job)] if job.joined else [])]
+    sources = [{"podSelector": each} for each in callers]
+    network = {"podSelector": belongs, "policyTypes": ["Ingress"], "ingress": [{"from": sources}]}
     return _documents(
         _object("v1", "ConfigMap", job, data={"config.yaml": job.config}),
         _object("jobset.x-k8s.io/v1alpha2", "JobSet", job, spec=job_set),
@@ -163,8 +213,38 @@ def kubernetes(job: Job, options: argparse.Namespace) -> str:
     )
 
 
-def _object(version: str, kind: str, job: Job, **content: Any) -> dict[str, Any]:
-    return {"apiVersion": version, "kind": kind, "metadata": {"name": job.label}, **content}
+def kubernetes_joiners(job: Job, options: argparse.Namespace) -> str:
+    """A Deployment for `kubectl apply`, of engines that join the run; `kubectl scale` has more of them, or fewer.
+
+    Args:
+        job: what they join.
+        options: of the command; `join` says how many, `image` and `claim` are those of the run.
+    """
+    container = {
+        "name": "rlinf",
+        "image": options.image,
+        "command": ["bash", "-c", _JOINING, "rlinf", f"{_SHARED}/runs/{job.name}"],
+        **({"resources": {"limits": {"nvidia.com/gpu": 1}}} if job.gpus else {}),
+        "volumeMounts": [{"name": "shared", "mountPath": _SHARED}],
+    }
+    pod = {
+        "terminationGracePeriodSeconds": _LEAVING,
+        "containers": [container],
+        "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}}],
+    }
+    theirs = _joiners(job)
+    template = {"metadata": {"labels": theirs["matchLabels"]}, "spec": pod}
+    spec = {"replicas": options.join, "selector": theirs, "template": template}
+    return _documents(_object("apps/v1", "Deployment", job, job.joiners, spec=spec))
+
+
+def _joiners(job: Job) -> dict[str, dict[str, str]]:
+    """Selects the pods of engines that join a run."""
+    return {"matchLabels": {"rlinf/joins": job.label}}
+
+
+def _object(version: str, kind: str, job: Job, name: str | None = None, **content: Any) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name or job.label}, **content}
 
 
 def skypilot(job: Job, options: argparse.Namespace) -> str:
@@ -225,6 +305,8 @@ _KINDS: dict[str, tuple[Callable[[Job, argparse.Namespace], str], str, str]] = {
     "skypilot": (skypilot, "a task, for spot machines of any cloud", "sky jobs launch"),
 }
 """What writes each kind of job file, what that is, and the command that takes it."""
+_JOINERS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners}
+"""What writes the job file of engines that join a run."""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -249,7 +331,14 @@ def launch(arguments: Sequence[str]) -> None:
     write, _, then = _KINDS[kind]
     options = _parser(kind).parse_intermixed_args(arguments[1:])
     look_in_working_directory()
-    text = write(_job(options), options)
+    job = _job(options)
+    if (count := getattr(options, "join", None)) is not None:
+        if not job.joined:
+            raise InputError(
+                f"--join {count}: the run lets nobody join; set rollout.join=auto:29600 for both job files"
+            )
+        write = _JOINERS[kind]
+    text = write(job, options)
     if options.output is None:
         sys.stdout.write(text)
     else:
@@ -268,6 +357,9 @@ def _parser(kind: str) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine (8); 0 for none")
     parser.add_argument("--processes", type=int, metavar="N", help="on each machine; as many as it has GPUs, or 1")
     parser.add_argument("--output", metavar="FILE", help="where to write it; stdout if this is not given")
+    if kind in _JOINERS:
+        about = "the job of N engines that join the run, one per GPU, instead of the run's own"
+        parser.add_argument("--join", type=int, metavar="N", help=about)
     if kind == "slurm":
         about = "a further line of #SBATCH, such as --directive=--time=24:00:00; may be given several times"
         parser.add_argument("--directive", action="append", default=[], metavar="TEXT", help=about)
@@ -285,7 +377,7 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
 def _job(options: argparse.Namespace) -> Job:
     """Raises InputError if there can be no such job."""
-    for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("restarts", 0)):
+    for name, least in (("nodes", 1), ("gpus", 0), ("processes", 1), ("restarts", 0), ("join", 1)):
         if (value := getattr(options, name, None)) is not None and value < least:
             raise InputError(f"--{name} {value}: at least {least}")
     processes = options.processes or max(1, options.gpus)
@@ -293,4 +385,6 @@ def _job(options: argparse.Namespace) -> Job:
     config = load_any(path, options.overrides, options.nodes * processes)
     arguments = ("--config", str(path), *options.overrides)
     grace = config.checkpoint.grace
-    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config))
+    joined = isinstance(config, RunConfig) and config.rollout.join is not None
+    where = str(Path(config.output_dir, config.name))
+    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config), where, joined)

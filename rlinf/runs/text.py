@@ -581,7 +581,7 @@ def roles_to_start(
         "seed": config.seed,
     }
     roles: dict[str, tuple[type[Any], Settings]] = {
-        "rollout": (Rollout, {**shared, "settings": rollout_settings(config, prepared), "directory": rescue}),
+        "rollout": (Rollout, {**shared, "settings": rollout_settings(config, bool(prepared)), "directory": rescue}),
         "judge": (Judge, _judge(config, data, passed)),
     }
     if config.reward_model.path is not None:
@@ -649,12 +649,16 @@ def _learning_steps(config: RunConfig, algorithm: AlgorithmSpec) -> int:
     return config.steps - (0 if algorithm.critic is None else config.critic.head_start)
 
 
-def rollout_settings(config: RunConfig, prepared: RunPlan | None) -> RolloutSettings:
-    """How the rollout of a run samples answers; None is for an evaluation, which nobody joins: it may be made beside
-    the run, which has the address."""
+def rollout_settings(config: RunConfig, joined: bool = True) -> RolloutSettings:
+    """How the rollout of a run samples answers.
+
+    Args:
+        config: of the run.
+        joined: others may join; not in an evaluation, which may be made beside the run that has the address.
+    """
     replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
     routes = config.trainer.router_replay if replays else False
-    alone = {"join": None, "own_engine": True} if prepared is None else {}
+    alone = {} if joined else {"join": None, "own_engine": True}
     return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes, **alone)
 
 

@@ -98,6 +98,56 @@ def test_a_job_set_has_a_pod_per_machine_and_the_whole_configuration(tmp_path, c
     assert network["spec"]["podSelector"]["matchLabels"] == {"jobset.sigs.k8s.io/jobset-name": name}
 
 
+JOINED = ("rollout.join=auto:29600", "output_dir=/shared/runs")
+RLINF = """#!/bin/bash
+trap 'echo left; exit 0' TERM
+echo "$@"
+[ -e "$2/fails" ] && rm "$2/fails" && exit 1
+while :; do sleep 0.05; done
+"""
+
+
+def test_slurms_joiners_are_an_array_that_joins_when_the_run_is_there_and_leaves_when_it_is_told(tmp_path, capsys):
+    script = written(capsys, "slurm", *QUICKSTART, *JOINED, "--join", "5", "--directive=--time=9")
+    lines = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    assert {"--array=1-5 --ntasks=1", "--gpus=1", "--time=9", "--job-name=quickstart-joiners"} <= {*lines}
+    assert "scancel --name=quickstart-joiners" in written(capsys, "slurm", *QUICKSTART, *JOINED)
+    run, sleeps = tmp_path / "quickstart", tmp_path / "sleeps"
+    script = written(capsys, "slurm", *QUICKSTART, JOINED[0], f"output_dir={tmp_path}", "--join", "1")
+    commands = {"srun": '#!/bin/bash\nexec "$@"\n', "rlinf": RLINF, "sleep": f"#!/bin/bash\necho >> {sleeps}\n"}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    job = subprocess.Popen(["bash", "-c", script], env=environment(**path), stdout=subprocess.PIPE, text=True)
+    try:
+        until(lambda: sleeps.exists() and sleeps.stat().st_size > 1, "waits for the run")
+        run.mkdir()
+        (run / "fails").touch()
+        (run / "join.json").touch()
+        said = [job.stdout.readline(), job.stdout.readline()]
+        job.send_signal(signal.SIGTERM)
+        rest, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert said == [f"join {run} --role rollout\n"] * 2  # the first of them failed
+    assert rest == "left\n"
+
+
+def test_joiners_of_kubernetes_are_a_deployment_that_may_speak_to_the_run(capsys):
+    own = ("--image", "an/image", "--claim", "runs")
+    (joiners,) = yaml.safe_load_all(written(capsys, "k8s", *QUICKSTART, JOINED[0], *own, "--join", "3"))
+    assert (joiners["kind"], joiners["spec"]["replicas"]) == ("Deployment", 3)
+    *_, network = yaml.safe_load_all(written(capsys, "k8s", *QUICKSTART, JOINED[0], *own))
+    labels = joiners["spec"]["template"]["metadata"]["labels"]
+    assert joiners["spec"]["selector"]["matchLabels"] == labels
+    assert {"podSelector": {"matchLabels": labels}} in network["spec"]["ingress"][0]["from"]
+    *_, closed = yaml.safe_load_all(written(capsys, "k8s", *QUICKSTART, *own))
+    assert len(closed["spec"]["ingress"][0]["from"]) == 1
+    (container,) = joiners["spec"]["template"]["spec"]["containers"]
+    assert container["command"][-1] == "/shared/runs/quickstart"
+
+
 def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
     task = yaml.safe_load(
         written(capsys, "skypilot", *QUICKSTART, "--nodes", "2", "--gpu", "H100", "--spot", "--volume", "runs")
@@ -114,6 +164,7 @@ def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
         (["slurm", *QUICKSTART, "--nodes", "0"], "--nodes 0"),
         (["slurm", *QUICKSTART, "--nodes", "2", "--gpus", "4", "placement.trainer=0-8"], "placement.trainer"),
         (["skypilot", *QUICKSTART, "--volume", "runs"], "--gpu"),
+        (["slurm", *QUICKSTART, "--join", "2"], "rollout.join"),
         (["slurm", *QUICKSTART, "--output", "/no/such/place"], "/no/such"),
     ],
 )

@@ -31,7 +31,7 @@ from torch import Tensor
 from rlinf.actors.base import BaseTrainer
 from rlinf.runtime.base.calls import DeviceLease, Gang, current_call, lease_here, start_apart
 from rlinf.runtime.base.tasks import cancel_all
-from rlinf.training.schedule import Command, CommandHandler, Forward, ForwardBackward, OptimizerStep, Recompute
+from rlinf.training.schedule import Command, CommandHandler, Forward, ForwardBackward, OptimizerStep, Recompute, here
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class AsyncReplicas:
         async with nullcontext() if lease is None else lease.computing():
             while (command := await lead.work_take(gang, trainer.rank, steps, rounds, result)) is not None:
                 rounds += 1
-                result = await compute(self._carry_out, handler, command)
+                result = await compute(self._carry_out, handler, await here(command))
                 added |= not isinstance(command, Forward)
         return rounds + 1, added
 

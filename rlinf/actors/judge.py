@@ -18,6 +18,7 @@ import numpy as np
 from rlinf.config.schema import configured
 from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
+from rlinf.data.face import face_of
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
 from rlinf.rewards.base import (
     MOST_ROWS,
@@ -205,7 +206,7 @@ class Judge(Actor):
         for scoring in dict.fromkeys(self._scorings.values()):
             await scoring.stop()
 
-    @endpoint
+    @endpoint(stays=face_of)
     async def score(self, group: Group) -> Group:
         """The group with every sample's reward and outcome filled in; those that failed have a remark instead.
 

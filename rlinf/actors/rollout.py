@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.actors.base import configured
 from rlinf.config.text import RolloutSettings
+from rlinf.data.face import face_of
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample, read_only
 from rlinf.data.tokenizer import TokenizerSource, load_tokenizer, padding_ids
@@ -164,7 +165,7 @@ class Rollout(Receiver):
         """End what the engine started."""
         await self._engine.close()
 
-    @endpoint(device=True)
+    @endpoint(device=True, stays=face_of)
     async def generate(
         self,
         prompts: Iterable[Prompt | PartialGroup] | AsyncIterable[Prompt | PartialGroup],

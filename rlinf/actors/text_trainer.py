@@ -73,6 +73,7 @@ from rlinf.training.schedule import (
     Packing,
     Recompute,
     gathered,
+    here,
 )
 from rlinf.training.weight_sync import publish
 
@@ -161,8 +162,9 @@ class InStep:
     ) -> FloatingPointError | None:
         """This rank's part. Ranks learn together that a step cannot be taken, and skip the commands that are out."""
         failed: FloatingPointError | None = None
-        async for command in commands:
+        async for planned in commands:
             try:
+                command = planned if failed is not None else await here(planned)
                 if failed is not None:
                     pass
                 elif isinstance(command, ForwardBackward):

@@ -25,6 +25,7 @@ from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, TrainerSettings, own_adapters, past_adapters
+from rlinf.data.face import GroupFace, faces, shown_of, wholes
 from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
@@ -37,6 +38,8 @@ from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.tenants import Tenant
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.streams.handles import Holding
+from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
 from rlinf.training.fsdp import FsdpBackEnd, ModelPass
@@ -46,11 +49,14 @@ from rlinf.training.policy import (
     REFERENCE,
     TEACHER,
     Algorithm,
+    OwnColumns,
     advantage_rows,
     algorithm_of,
+    asks_rewards_alone,
     learn_answers,
     learn_policy,
     learn_tokens,
+    needed_of_policy,
     own_columns,
     teaches,
 )
@@ -140,7 +146,7 @@ class Trainer(TextTrainer):
         self._models[POLICY] = self._learner
         if self._adapter_of and (problem := self._refuses_own(settings)):
             raise ValueError(f"agent.own_weights: adapters of single agents need {problem}")
-        self._batch: BatchSchedule | None = None
+        self._batch: tuple[Sequence[Group], Sequence[float | np.ndarray]] | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
 
     def _take_heads(self, part: Divergence, settings: TrainerSettings) -> None:
@@ -220,6 +226,7 @@ class Trainer(TextTrainer):
         self._refuse_gathered("train")
         own = own_columns(self._spec, minibatches=self._settings.minibatches, own=self._adapters)
         settings, seed = self._settings, (self._seed, self.version)
+        holding = Holding(groups) if isinstance(groups, Stream) and self._plans_by_faces(own) else None
         batch = BatchSchedule(
             partial(advantage_rows, self._spec, later=own.first_pass, ages=settings.staleness > 0),
             BatchPlan("train", seed, settings.epochs, settings.minibatches, self._spec.needs_whole_batch),
@@ -236,15 +243,24 @@ class Trainer(TextTrainer):
         accounts = asyncio.create_task(self._accounts(batch, met), name="accounts of the batch")
         accounts.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # seen, if learning failed too
         try:
-            steps = await self._work(batch.commands(groups), self._learner, explain)
+            source = groups if holding is None else faces(holding)
+            steps = await self._work(batch.commands(source), self._learner, explain)
             if self.rank > 0:
                 return {}
             learned, described = await accounts
+            self._batch = await shown_of(batch.groups, settings.shown), batch.learned.advantages
         finally:
             await cancel_all([accounts])
-        self._batch = batch
+            if holding is not None:
+                holding.release()
         self._learned.append(learned)
         return {**described, **batch.packer.numbers(), **taken_steps(steps)}
+
+    def _plans_by_faces(self, own: OwnColumns) -> bool:
+        """True if rank 0 needs of groups only what their faces tell, so that each rank fetches what it computes on."""
+        spec = self._spec
+        told = needed_of_policy(spec) <= own.first_pass and not self._adapter_of and self._load_of is None
+        return self.world_size > 1 and self.rank == 0 and told and not own.whole_batch and asks_rewards_alone(spec)
 
     async def _accounts(self, batch: BatchSchedule, met: int) -> tuple[Learned, dict[str, float]]:
         """Say what a batch was, beside the learning: which samples, and its metrics."""
@@ -579,7 +595,8 @@ class Trainer(TextTrainer):
         """The error, with where the batch was kept."""
         if self._settings.rescue_dir is None:
             return error
-        path = await self.compute(rescue, batch.groups, batch.learned.advantages, Path(self._settings.rescue_dir), met)
+        groups = await wholes(batch.groups)
+        path = await self.compute(rescue, groups, batch.learned.advantages, Path(self._settings.rescue_dir), met)
         return FloatingPointError(f"{error}. The batch was kept in {path} and, with its texts, in the .json beside it")
 
     # What it gives -----------------------------------------------------------------------------------------------
@@ -596,8 +613,10 @@ class Trainer(TextTrainer):
         """
         if (batch := self._batch) is None:
             return []
-        learned = batch.learned.advantages
-        return await self.compute_briefly(show_samples, batch.groups, learned, count, self._tokenizer, tokens)
+        groups, learned = batch
+        if any(isinstance(group, GroupFace) for group in groups):
+            count = min(count, self._settings.shown)
+        return await self.compute_briefly(show_samples, groups, learned, count, self._tokenizer, tokens)
 
     @endpoint(joint=True)
     async def learned(self) -> Learned:

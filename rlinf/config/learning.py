@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlinf.config.common import Delta, Place
+from rlinf.config.common import Delta, MetricsConfig, Place
 from rlinf.config.importing import mistake_in
 from rlinf.config.schema import CLOSED
 
@@ -485,6 +485,8 @@ class TrainerSettings(BatchSettings):
     """See `weights.delta`."""
     lends: bool = False
     """The rollout, in the trainer's process, computes on the trainer's own tensors."""
+    shown: int = Field(default=MetricsConfig.samples, ge=0)
+    """Samples of a batch that `Trainer.samples` can show where groups stay where they were made."""
 
 
 @dataclass(config=CLOSED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -11,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.data.face import Away, Lead, SampleFace
 from rlinf.data.prefix_tree import Texts, overlaps, tree_of
 from rlinf.data.routes import side_by_side
-from rlinf.data.sample import Datum, ImageRef, Sample, join_columns, split, split_columns
+from rlinf.data.sample import Datum, Group, ImageRef, Sample, join_columns, split, split_columns
+from rlinf.runtime.base.tasks import together
 
 T = TypeVar("T")
 
@@ -63,6 +66,8 @@ class Row:
             columns: of each learned token, [learned] each.
         """
         prompt = sample.prompt
+        if isinstance(sample, SampleFace):
+            return AwayRow.of_face(sample, advantage, columns or {})
         return Row(
             prompt.token_ids,
             sample.response_ids,
@@ -113,6 +118,88 @@ class Row:
     def learned(self) -> int:
         """How many tokens are learned."""
         return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AwayRow(Row):
+    """A row of a sample that is elsewhere: it knows its lengths, and is made whole by whoever computes on it."""
+
+    at: int = 0
+    """The sample's place in its group."""
+    learned_count: int = 0
+    """How many tokens are learned."""
+    lead: Lead = field(default_factory=Lead)
+    """The way to the group; without what only planning needs where the row is computed on."""
+
+    @staticmethod
+    def of_face(sample: SampleFace, advantage: float | np.ndarray, columns: Mapping[str, np.ndarray]) -> AwayRow:
+        """The row of a sample's face; see `Row.of`."""
+        return AwayRow(
+            sample.prompt.token_ids,
+            sample.response_ids,
+            advantage=advantage,
+            columns=columns,
+            weight=sample.weight,
+            agent=sample.agent,
+            at=sample.at,
+            learned_count=sample.learned_tokens,
+            lead=sample.lead,
+        )
+
+    @property
+    def learned(self) -> int:
+        return self.learned_count
+
+    def places(self) -> np.ndarray:
+        raise TypeError("a row that is elsewhere: make it whole first (rows_here)")
+
+    def whole(self, group: Group) -> Row:
+        """The row with its tokens, which the group has."""
+        sample = group.samples[self.at]
+        return Row.of(sample, self.advantage, {name: sample.column(name) for name in self.columns})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels without what only planning needs."""
+        lengths = len(self.prompt_ids), len(self.response_ids)
+        return _away, (*lengths, self.advantage, (*self.columns,), self.at, self.learned_count, self.lead.handle)
+
+
+def _away(
+    prompt: int, response: int, advantage: Any, names: tuple[str, ...], at: int, learned: int, handle: Any
+) -> AwayRow:
+    read: Any = Away(prompt)
+    said: Any = Away(response)
+    columns: Any = dict.fromkeys(names)
+    return AwayRow(
+        read, said, advantage=advantage, columns=columns, at=at, learned_count=learned, lead=Lead(handle=handle)
+    )
+
+
+async def rows_here(rows: Sequence[Row]) -> tuple[Row, ...]:
+    """Rows with their tokens: those of samples that are elsewhere are fetched from there, each group once."""
+    away = {id(row.lead.handle): row.lead.handle for row in rows if isinstance(row, AwayRow)}
+    if not away:
+        return tuple(rows)
+    groups = dict(zip(away, await together([handle.value() for handle in away.values()]), strict=True))
+    return tuple(row.whole(groups[id(row.lead.handle)]) if isinstance(row, AwayRow) else row for row in rows)
+
+
+def shared(rows: Sequence[Row]) -> list[int]:
+    """How many tokens each row shares with the one before it; 0 for the first. Of samples that are elsewhere those of
+    one group are compared, and no others."""
+    counts = [0] * len(rows)
+    begin = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or isinstance(rows[end], AwayRow) != isinstance(rows[begin], AwayRow):
+            some = rows[begin:end]
+            if isinstance(some[0], AwayRow):
+                for number, (before, row) in enumerate(pairwise(some), begin + 1):
+                    if before.lead is row.lead:  # type: ignore[attr-defined]
+                        counts[number] = row.lead.shared(before.at, row.at)  # type: ignore[attr-defined]
+            else:
+                counts[begin:end] = overlaps(whole_texts(some), range(len(some))).tolist()
+            begin = end
+    return counts
 
 
 _NAMES = [each.name for each in fields(Row)]

@@ -337,6 +337,11 @@ class Sample:
         return len(self.response_ids) if self.loss_mask is None else int(np.count_nonzero(self.loss_mask))
 
     @property
+    def learned_versions(self) -> np.ndarray:
+        """The version of the weights that made each learned token, in any order, [learned]."""
+        return self.column("versions")
+
+    @property
     def generated_tokens(self) -> int:
         """How many of its tokens the model generated: those that are learned, and those that are too old for that."""
         return self.learned_tokens + self.too_old

@@ -20,6 +20,7 @@ from rlinf.algos.advantages import Filling
 from rlinf.data.ledger import EQUAL_REWARDS, SURPLUS
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.step import Step
+from rlinf.runtime.streams.handles import Handle, handles
 from rlinf.runtime.streams.stream import Stream, each
 
 Answer = Callable[[Any], Stream[Group]]
@@ -95,24 +96,24 @@ def filled(step: Step, answer: Answer) -> Batch:
     return Batch(Stream.of(_kept(step, answer, filling, metrics), name="kept"), metrics)
 
 
-async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str, float]) -> AsyncIterator[Group]:
-    """Groups worth learning, round by round."""
+async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str, float]) -> AsyncIterator[Handle]:
+    """Groups worth learning, round by round; by what their faces tell, so that tokens do not come here."""
     draws = 0
     rewards: list[float] = []
-    even: list[Group] = []  # of the first round
+    even: list[tuple[Handle, Group]] = []  # of the first round
     kept_ids: set[int] = set()
     while count := filling.next_round():
         first = step.prompts if step.deal is None else step.deal
         prompts = first if filling.rounds == 1 else await step.draw(count)
         prompt_ids: list[int] = []
         async with aclosing(_in_turn(step, prompts, answer, prompt_ids)) as groups:
-            async for group in groups:
+            async for handle, group in groups:
                 rewards += group.rewards
                 if filling.offer(step.teaches(group)):
                     kept_ids.add(group.id)
-                    yield group
+                    yield handle
                 elif filling.rounds == 1:
-                    even.append(group)
+                    even.append((handle, group))
                 else:
                     step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
                 if not filling.missing:
@@ -120,9 +121,9 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
         draws += len(prompt_ids)
         if not prompt_ids:  # the data have come to their end
             break
-    for group in even:
+    for handle, group in even:
         if not filling.kept:
-            yield group
+            yield handle
         else:
             step.ledger.dropped(group.id, EQUAL_REWARDS, tokens=tokens_of(group))
     if not filling.missing:  # the batch was full before the others were answered
@@ -138,8 +139,11 @@ async def _kept(step: Step, answer: Answer, filling: Filling, metrics: dict[str,
         metrics["sampling/reward/mean"] = sum(rewards) / len(rewards)
 
 
-async def _in_turn(step: Step, prompts: Any, answer: Answer, prompt_ids: list[int]) -> AsyncGenerator[Group, None]:
-    """The groups of one round, each as soon as all whose prompts were drawn before it have come.
+async def _in_turn(
+    step: Step, prompts: Any, answer: Answer, prompt_ids: list[int]
+) -> AsyncGenerator[tuple[Handle, Group], None]:
+    """The groups of one round, each as soon as all whose prompts were drawn before it have come: a handle, and what is
+    known of the group here.
 
     Args:
         step: says how ranks come by them.
@@ -153,7 +157,7 @@ async def _in_turn(step: Step, prompts: Any, answer: Answer, prompt_ids: list[in
             prompt_ids.append(prompt.id)
             yield prompt
 
-    waiting: dict[int, Group] = {}
+    waiting: dict[int, tuple[Handle, Group]] = {}
     turn = 0
     if step.deal is None:
         answers = answer(Stream.of(noted(), name="prompts"))
@@ -161,8 +165,9 @@ async def _in_turn(step: Step, prompts: Any, answer: Answer, prompt_ids: list[in
         prompt_ids += (prompt.id for prompt in prompts)
         answers = answer(prompts) if prompts else Stream.of(())
     try:
-        async for group in answers:
-            waiting[group.prompt.id] = group
+        async for handle in handles(answers):
+            group = await handle.value() if handle.seen is None else handle.seen
+            waiting[group.prompt.id] = handle, group
             while turn < len(prompt_ids) and prompt_ids[turn] in waiting:
                 yield waiting.pop(prompt_ids[turn])
                 turn += 1

@@ -599,6 +599,7 @@ def roles_to_start(
             rescue_dir=rescue,
             staleness=config.staleness.max if ahead else 0,
             lends=share_tensors(config, prepared),
+            shown=config.metrics.samples,
         ),
         "algorithm": prepared.algorithm,
         "chat_template": template,

@@ -193,7 +193,7 @@ def _shaping(spec: AlgorithmSpec, groups: Sequence[Group]) -> dict[str, float]:
 
 def _ages(samples: Sequence[Sample], version: int, oldest: int) -> dict[str, float]:
     """By how many versions learned tokens are older than the weights that learn from them; see `describe`."""
-    versions = np.concatenate([np.empty(0, np.int64), *(sample.column("versions") for sample in samples)])
+    versions = np.concatenate([np.empty(0, np.int64), *(sample.learned_versions for sample in samples)])
     ages = (version - versions).astype(np.int64)
     metrics = {
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
@@ -370,7 +370,7 @@ def _mask(sample: Sample) -> np.ndarray:
 def _shown(sample: Sample, advantage: float | np.ndarray | None) -> dict[str, Any]:
     if isinstance(advantage, np.ndarray):  # an answer without a learned token has none
         advantage = float(advantage.mean()) if advantage.size else None
-    ages = sample.column("versions")
+    ages = sample.learned_versions
     versions = [int(ages.min()), int(ages.max())] if len(ages) else []
     return {
         "prompt_id": sample.prompt.id,

@@ -41,8 +41,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.token_losses import LOGPROBS, TokenLoss
-from rlinf.data.packing import Packed, Parcel, Row, cut_tree, pack, whole_texts
-from rlinf.data.prefix_tree import overlaps, tree_order
+from rlinf.data.packing import AwayRow, Packed, Parcel, Row, cut_tree, pack, rows_here, shared, whole_texts
+from rlinf.data.prefix_tree import tree_order
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Datum, Example, Group, NotScored
 from rlinf.runtime.base.tasks import finish
@@ -171,6 +171,13 @@ class OptimizerStep:
 
 
 Command = ForwardBackward | Recompute | Forward | OptimizerStep
+
+
+async def here(command: Any) -> Any:
+    """A command with the tokens of its rows, on the rank that carries it out; see `packing.AwayRow`."""
+    rows = getattr(command, "rows", ())
+    away = any(isinstance(row, AwayRow) for row in rows)
+    return replace(command, rows=await rows_here(rows)) if away else command
 
 
 class CommandHandler(Protocol):
@@ -450,7 +457,7 @@ class MicroBatchPacker:
         every, together = [*before, *rows], self._packing.together
         again = [0] * len(every)
         if self._packing.trees:
-            again = overlaps(whole_texts(every), range(len(every))).tolist()
+            again = shared(every)
         goes_on = [False, *(_go_on(*pair, count) for pair, count in zip(pairwise(every), again[1:], strict=True))]
         for start in range(len(before), len(every), together):
             end = start + together
@@ -493,7 +500,11 @@ class MicroBatchPacker:
 
 def tree_rows(rows: Sequence[Row], packing: Packing) -> Sequence[Row]:
     """Rows of a group in an order in which each shares most with the one before it, where that matters."""
-    return [rows[number] for number in tree_order(whole_texts(rows))] if packing.trees and len(rows) > 1 else rows
+    if not packing.trees or len(rows) < 2:
+        return rows
+    if isinstance(rows[0], AwayRow):
+        return sorted(rows, key=lambda row: row.lead.order.index(row.at))  # type: ignore[attr-defined]
+    return [rows[number] for number in tree_order(whole_texts(rows))]
 
 
 def _go_on(before: Row, row: Row, count: int) -> bool:

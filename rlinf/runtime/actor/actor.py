@@ -63,16 +63,30 @@ class Endpoint:
     late: bool = field(default=False, compare=False)
     """Its devices are taken when it computes, not when it begins, and given away whenever it does not compute.
     Nothing that a caller could tell, so endpoints that differ in it alone are equal."""
+    stays: Callable[[Any], Any] | None = field(default=None, compare=False)
+    """What it gives to a stream stays in its process until a consumer wants it; of each item the stream has what this
+    function makes of it, see `streams.handles`. None: small items ride in the stream."""
 
 
 @overload
 def endpoint(fn: F) -> F: ...
 @overload
 def endpoint(
-    *, device: bool = False, gang: bool | None = None, joint: bool = False, late: bool = False
+    *,
+    device: bool = False,
+    gang: bool | None = None,
+    joint: bool = False,
+    late: bool = False,
+    stays: Callable[[Any], Any] | None = None,
 ) -> Callable[[F], F]: ...
 def endpoint(
-    fn: Any = None, *, device: bool = False, gang: bool | None = None, joint: bool = False, late: bool = False
+    fn: Any = None,
+    *,
+    device: bool = False,
+    gang: bool | None = None,
+    joint: bool = False,
+    late: bool = False,
+    stays: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Make an `async def` method callable from other actors and hosts.
 
@@ -84,6 +98,7 @@ def endpoint(
         joint: the ranks answer as one: a call on the whole group runs on every rank and comes to what rank 0 returned,
             so that a flow reads the same for one rank and for many.
         late: `compute` takes its devices, not the call's beginning; whenever it does not compute, others may have them.
+        stays: what its streams tell of an item that stays where it was made, see `Endpoint.stays`.
 
     Raises:
         TypeError: the method is not async, or is joint and an async generator.
@@ -99,7 +114,7 @@ def endpoint(
         if joint and streams:
             raise TypeError(f"{method.__qualname__} cannot be joint: the ranks' items come in one stream as it is")
         gangs = (not streams) if gang is None else gang
-        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint, late)
+        method.__endpoint__ = Endpoint(method.__name__, streams, device, gangs, joint, late, stays)
         return method
 
     return mark if fn is None else mark(fn)

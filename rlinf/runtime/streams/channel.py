@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.actor.actor import show_wait
@@ -35,7 +35,7 @@ class Sealed:
 
     Args:
         host: the queue's; None for a copy.
-        blob: the item, if it rode along.
+        blob: the item, if it rode along; otherwise what is to be seen of it, or None.
         ref: where it is kept otherwise.
     """
 
@@ -252,25 +252,37 @@ class QueueHandle:
         """Values go to the queue as they are."""
         return bool(self.host.codec.by_reference(self.owner))
 
-    def seal(self, value: Any) -> tuple[Any, ValueRef | None]:
+    def seal(self, value: Any, stays: Callable[[Any], Any] | None = None) -> tuple[Any, ValueRef | None]:
         """Return what goes to the queue on another host instead of a value: the value itself if `plain`; or bytes; or
-        where it is kept, until its `Sealed` at the queue is dropped."""
+        where it is kept, until its `Sealed` at the queue is dropped.
+
+        Args:
+            value: what is put.
+            stays: it is kept however small it is, and this makes what goes with it; None of nothing.
+        """
         if self.plain:
             return (value, None)
+        if stays is not None:
+            seen = stays(value)
+            return (None if seen is None else self.host.codec.seal(seen), self.host.values.keep(value))
         blob = self.host.codec.seal(value)
         return (blob, None) if blob is not None else (None, self.host.values.keep(value))
 
-    async def take(self, token: Token, most: int = 1, *, unread: bool = False, **wishes: Any) -> Pairs:
+    async def take(
+        self, token: Token, most: int = 1, *, unread: bool = False, held: bool = False, **wishes: Any
+    ) -> Pairs:
         """Take items as `ItemQueue.take` does, and open them.
 
         Args:
             unread: leave them sealed if the queue is here, for whoever passes them on.
+            held: leave them sealed wherever the queue is, for whoever acknowledges them when it needs them no more.
         """
         queue = self.local()
         if queue is None:
-            return await self.open(await self.ask(token, most, **wishes))
+            pairs = await self.ask(token, most, **wishes)
+            return pairs if held else await self.open(pairs)
         pairs = await queue.take(token, most, **wishes)
-        return pairs if unread or (len(pairs) == 1 and type(pairs[0][1]) in ATOMS) else await self.open(pairs)
+        return pairs if unread or held or (len(pairs) == 1 and type(pairs[0][1]) in ATOMS) else await self.open(pairs)
 
     def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Pairs]:
         """Ask a queue on another host for items; they come unopened."""
@@ -427,9 +439,10 @@ class Channel:
             raise QueueClosed(f"{self.name} is closed and empty")
         value = pairs[0][1]
         if type(value) is Sealed:
-            if value.blob is None:
+            if value.ref is not None:
                 queue.requeue(token)
                 raise RuntimeError(f"{self.name}: this value is big and stayed on another host; use `await get()`")
+            assert value.blob is not None
             value = self._handle.host.codec.unseal(value.blob)
         queue.ack(token)
         return value

@@ -71,10 +71,14 @@ class Emitter:
     """Puts items into a sink on any host, in order, as many to a message as have gathered.
 
     At most one message is under way; `put` waits while as many items as the sink holds have gathered behind it.
+
+    Args:
+        sink, capacity: the queue, and how many items it holds.
+        stays: see `Endpoint.stays`.
     """
 
-    def __init__(self, sink: QueueHandle, capacity: int | None):
-        self._sink = sink
+    def __init__(self, sink: QueueHandle, capacity: int | None, stays: Callable[[Any], Any] | None = None):
+        self._sink, self._stays = sink, stays
         self._window = min(capacity or 1024, 1024)
         self._gathered: deque[tuple[tuple[Any, ...], Callable[[], None] | None]] = deque()
         self._sending = False
@@ -106,7 +110,7 @@ class Emitter:
         show_wait(sink.host, f"space in {sink.name}", start)
         if self._error is not None:
             raise self._error
-        self._gathered.append(((id, *sink.seal(value), 1.0, None), done))
+        self._gathered.append(((id, *sink.seal(value, self._stays), 1.0, None), done))
         if not self._sending:
             self._sending = True
             sink.host.loop.call_soon(self._send)  # once whoever makes the items has begun with the next

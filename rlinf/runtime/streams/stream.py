@@ -276,6 +276,8 @@ class Consumer(AsyncIterator[T]):
         weak: do not keep the stream alive.
         unread: where the stream lives on this host, do not open its items.
         passing: the items go on to somebody else.
+        held: items are not opened, and none is acknowledged before the consumer leaves, so that each stays where it
+            was made; for the only consumer of a stream, which so learns of its end though nothing is done yet.
     """
 
     def __init__(
@@ -287,6 +289,7 @@ class Consumer(AsyncIterator[T]):
         weak: bool = False,
         unread: bool = False,
         passing: bool = False,
+        held: bool = False,
     ):
         self._stream = None if weak else stream
         self._handle = stream.handle
@@ -300,7 +303,8 @@ class Consumer(AsyncIterator[T]):
         self._ready: deque[tuple[Hashable, T]] = deque()
         self._last: list[Hashable] = []
         self._prefetch = prefetch and stream.handle.owner != stream.handle.host.rank
-        self._unread = unread
+        self._unread, self._held = unread, held
+        self._done: list[Hashable] = []  # where they are held: items that were worked off
         self.most = most
         self._ahead: asyncio.Task[Pairs] | None = None
         self._acks = Acks(stream.handle, self._token)
@@ -336,7 +340,10 @@ class Consumer(AsyncIterator[T]):
             self._busy = None if self._given is None else now - self._given
         done = len(self._last)
         if acknowledge and done:
-            self.ack(self._last)
+            if self._held:
+                self._done += self._last
+            else:
+                self.ack(self._last)
             self._last = []
         call = current_call.get()
         lease = call.lease if call is not None else None
@@ -410,10 +417,11 @@ class Consumer(AsyncIterator[T]):
         show_wait(handle.host, handle.name, start)
 
     async def _next(self) -> Pairs:
-        handle, ahead, more = self._handle, self._ahead, bool(self._ready)
+        handle, ahead, more = self._handle, self._ahead, bool(self._ready) or self._held
         if ahead is None:
             outputs, self._made = self._made, []
-            pairs = await handle.take(self._token, self.most, unread=self._unread, least=self.most, more=more)
+            how = {"unread": self._unread, "held": self._held}
+            pairs = await handle.take(self._token, self.most, **how, least=self.most, more=more)
             self._forgotten += outputs
             return pairs
         self._ahead = None
@@ -431,8 +439,8 @@ class Consumer(AsyncIterator[T]):
         handle = self._handle
         if self._ended or self._ahead is not None:
             return
-        if self._busy is None or self._busy > NOT_AHEAD_SECONDS:
-            return
+        if self._held or self._busy is None or self._busy > NOT_AHEAD_SECONDS:
+            return  # what is held is soon asked for: it is small, and nobody competes for it
         times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
         window = max(times, 1) * self.most
         if len(self._ready) <= window // 2:
@@ -471,8 +479,8 @@ class Consumer(AsyncIterator[T]):
         If the actor was killed over it, what is in hand goes back as well.
         """
         killed = self._call is not None and self._call.killed
-        _leave(self._handle, self._token, [] if killed else self._last, self._ahead)
-        self._last, self._ahead = [], None
+        _leave(self._handle, self._token, [] if killed else [*self._done, *self._last], self._ahead)
+        self._last, self._done, self._ahead = [], [], None
         self._ready.clear()
 
     def give_back(self) -> None:
@@ -490,8 +498,9 @@ class Consumer(AsyncIterator[T]):
         self._handle.abandon()
 
     def __del__(self) -> None:
-        if self._last or self._ready or self._ahead is not None:
-            handle, token, last, ahead = self._handle, self._token, self._last, self._ahead
+        if self._last or self._done or self._ready or self._ahead is not None:
+            handle, token, ahead = self._handle, self._token, self._ahead
+            last = [*self._done, *self._last]
             if self._call is not None and self._call.killed:
                 last = []
             handle.host.on_loop(lambda: _leave(handle, token, last, ahead))
@@ -593,7 +602,7 @@ async def feed(items: Any, sink: ItemQueue) -> None:
     source: Any = each(items)
     async with aclosing(source) if hasattr(source, "aclose") else contextlib.nullcontext():
         async for item in source:
-            await sink.put(item)
+            await sink.put(getattr(item, "__item__", item))
 
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:

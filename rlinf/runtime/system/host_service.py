@@ -381,8 +381,8 @@ class Service(Actor):
         call = current_call.get()
         assert call is not None
         cell = host.cell(actor, call)
-        emitter = Emitter(sink.rebind(host), capacity)
         spec = cell.actor.endpoints[method]
+        emitter = Emitter(sink.rebind(host), capacity, spec.stays)
         with Running(host, cell, call):
             if spec.device and cell.leased:
                 inputs, wanted = (*args, *kwargs.values()), emitter.release_bound
@@ -412,7 +412,7 @@ class Service(Actor):
         assert call is not None
         cell = host.cell(actor, call)
         spec = cell.actor.endpoints[method]
-        emitter = Emitter(sink.rebind(host), capacity)
+        emitter = Emitter(sink.rebind(host), capacity, spec.stays)
         source = source if source.handle.host is host else Stream(source.handle.rebind(host))
         if spec.device and cell.leased:
             call.lease = DeviceLease(host.system.leases, cell, call, stage=True, wanted=emitter.release_bound)

@@ -42,7 +42,7 @@ class Apprentice(Watched, Trainer):
     @endpoint(joint=True)
     async def batch(self) -> list[Group]:
         """The last one."""
-        return self._batch.groups if self._batch is not None else []
+        return list(self._batch[0]) if self._batch is not None else []
 
     def _inspect(self) -> dict[str, Any]:
         return {**super()._inspect(), "packs": self._back.module.packs}

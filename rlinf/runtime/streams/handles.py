@@ -1,0 +1,112 @@
+"""Items of a stream as handles: passed on, or looked at, without being here.
+
+An endpoint that is marked `stays=seen_of` leaves what it makes in its own process, and the stream has of each item only
+what `seen_of(item)` says. A flow that decides by that iterates `handles(stream)` and puts the handles that it wants
+into a stream of its own (`Stream.of` an async generator); the items go from the process that made them straight to who
+consumes that one, since each handle is where the item's queue is. Who works on a whole batch elsewhere takes a
+`Holding`: the items stay where they were made until it lets go, and its handles can be sent to other actors, which
+fetch them.
+
+Flows in: a stream. Flows out: handles. Who wakes whom: see `item_queue.py`; a handle's value is fetched from its maker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from typing import Any
+
+from rlinf.runtime.base.calls import current_host
+from rlinf.runtime.streams.channel import Sealed, opened
+from rlinf.runtime.streams.stream import Consumer, Stream, each
+from rlinf.runtime.values.codec import ValueRef, reading_codec
+
+
+class Handle:
+    """An item, wherever it is.
+
+    Args:
+        item: as its queue has it: the value, or what is sealed.
+        host: the one that this handle is on.
+    """
+
+    __slots__ = ("__item__", "_host", "_seen")
+
+    def __init__(self, item: Any, host: Any):
+        self.__item__ = item
+        self._host = host
+        self._seen: Any = None
+
+    @property
+    def here(self) -> bool:
+        """The value itself is at hand."""
+        return type(self.__item__) is not Sealed
+
+    @property
+    def seen(self) -> Any:
+        """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing."""
+        item = self.__item__
+        if type(item) is not Sealed:
+            return item
+        if self._seen is None and item.blob is not None:
+            self._seen = self._host.codec.unseal(item.blob)
+        return self._seen
+
+    async def value(self) -> Any:
+        """The item: at hand, or fetched from where it is."""
+        return await opened(self.__item__, self._host)
+
+    def keep(self) -> None:
+        """Let the value stay on this host, for others to fetch, as long as this handle lives."""
+        if self.here:
+            self.__item__ = Sealed(self._host, None, self._host.values.keep(self.__item__))
+
+    def __reduce__(self) -> Any:
+        item = self.__item__
+        return _arrived, (item.ref if type(item) is Sealed and item.ref is not None else item,)
+
+
+def _arrived(item: Any) -> Handle:
+    codec = reading_codec()
+    if codec is None:
+        raise RuntimeError("a handle of an item can only be sent to actors, not unpickled by hand")
+    return Handle(Sealed(None, None, item) if type(item) is ValueRef else item, codec.host)
+
+
+async def handles(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Handle]:
+    """Handles of the items of a stream, unopened where the stream is made on this host; of a list or generator, of what
+    it gives.
+
+    Closing it lets go of the stream.
+    """
+    host = current_host()
+    if not isinstance(items, Stream):
+        async for value in each(items):
+            yield Handle(value, host)
+        return
+    consumer: Consumer[Any] = Consumer(items, prefetch=True, unread=True, passing=True)
+    try:
+        while pairs := await consumer.take():
+            yield Handle(pairs[0][1], host)
+    finally:
+        consumer.close()
+
+
+class Holding:
+    """The items of a stream, held until `release`: no other consumer may read it.
+
+    Args:
+        stream: that lives on any host. Its bound is lifted: what is held would fill it.
+    """
+
+    def __init__(self, stream: Stream[Any]):
+        self._consumer: Consumer[Any] = Consumer(stream, prefetch=True, held=True)
+        stream.handle._cast("release_bound")
+
+    async def __aiter__(self) -> AsyncIterator[Handle]:
+        host = current_host()
+        while pairs := await self._consumer.take():
+            yield Handle(pairs[0][1], host)
+
+    def release(self) -> None:
+        """Let go of all items: they are done, and their makers may forget them."""
+        self._consumer.close()

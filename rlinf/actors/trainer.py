@@ -248,7 +248,8 @@ class Trainer(TextTrainer):
             if self.rank > 0:
                 return {}
             learned, described = await accounts
-            self._batch = await shown_of(batch.groups, settings.shown), batch.learned.advantages
+            groups = batch.groups if holding is None else await shown_of(batch.groups, settings.shown_samples)
+            self._batch = groups, batch.learned.advantages
         finally:
             await cancel_all([accounts])
             if holding is not None:
@@ -259,8 +260,8 @@ class Trainer(TextTrainer):
     def _plans_by_faces(self, own: OwnColumns) -> bool:
         """True if rank 0 needs of groups only what their faces tell, so that each rank fetches what it computes on."""
         spec = self._spec
-        told = needed_of_policy(spec) <= own.first_pass and not self._adapter_of and self._load_of is None
-        return self.world_size > 1 and self.rank == 0 and told and not own.whole_batch and asks_rewards_alone(spec)
+        enough = needed_of_policy(spec) <= own.first_pass and not self._adapter_of and self._load_of is None
+        return self.world_size > 1 and self.rank == 0 and enough and not own.whole_batch and asks_rewards_alone(spec)
 
     async def _accounts(self, batch: BatchSchedule, met: int) -> tuple[Learned, dict[str, float]]:
         """Say what a batch was, beside the learning: which samples, and its metrics."""
@@ -595,8 +596,9 @@ class Trainer(TextTrainer):
         """The error, with where the batch was kept."""
         if self._settings.rescue_dir is None:
             return error
-        groups = await wholes(batch.groups)
-        path = await self.compute(rescue, groups, batch.learned.advantages, Path(self._settings.rescue_dir), met)
+        path = await self.compute(
+            rescue, await wholes(batch.groups), batch.learned.advantages, Path(self._settings.rescue_dir), met
+        )
         return FloatingPointError(f"{error}. The batch was kept in {path} and, with its texts, in the .json beside it")
 
     # What it gives -----------------------------------------------------------------------------------------------
@@ -615,7 +617,7 @@ class Trainer(TextTrainer):
             return []
         groups, learned = batch
         if any(isinstance(group, GroupFace) for group in groups):
-            count = min(count, self._settings.shown)
+            count = min(count, self._settings.shown_samples)
         return await self.compute_briefly(show_samples, groups, learned, count, self._tokenizer, tokens)
 
     @endpoint(joint=True)

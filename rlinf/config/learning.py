@@ -485,7 +485,7 @@ class TrainerSettings(BatchSettings):
     """See `weights.delta`."""
     lends: bool = False
     """The rollout, in the trainer's process, computes on the trainer's own tensors."""
-    shown: int = Field(default=MetricsConfig.samples, ge=0)
+    shown_samples: int = Field(default=MetricsConfig.samples, ge=0)
     """Samples of a batch that `Trainer.samples` can show where groups stay where they were made."""
 
 

@@ -7,7 +7,7 @@ Whoever asks such an array for its numbers gets an error, never zeros.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterable, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Any
@@ -15,81 +15,36 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.prefix_tree import Texts, overlaps, tree_order
-from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.data.sample import Away, Group, Lead, Prompt, Sample, SampleFace
 from rlinf.runtime.base.tasks import together
 from rlinf.runtime.streams.handles import Handle
 
 
-class Away:
-    """Stands for an array that is elsewhere.
-
-    Args:
-        length: of its only dimension.
-    """
-
-    __slots__ = ("shape",)
-
-    def __init__(self, length: int):
-        self.shape = (length,)
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
-        raise TypeError("these numbers stay where they were made: fetch the group that they belong to (Handle.value)")
-
-
-@dataclass(slots=True, eq=False)
-class Lead:
-    """The way to a group that is elsewhere, and what its samples share."""
-
-    order: tuple[int, ...] = ()
-    """Places of its scored samples in an order in which each shares most with the one before it."""
-    again: tuple[int, ...] = ()
-    """How many tokens each of those shares with the one before it."""
-    handle: Any = None
-    """Gives the group itself."""
-
-    def shared(self, one: int, other: int) -> int:
-        """How many tokens two of its samples, by their places, share at their beginnings."""
-        first, last = sorted((self.order.index(one), self.order.index(other)))
-        return min(self.again[first + 1 : last + 1], default=0)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class SampleFace(Sample):
-    """What is known of a sample that is elsewhere."""
+class GroupFace:
+    """Face of a group that is elsewhere: reads like a `Group`."""
 
-    at: int = 0
-    """Its place among the samples of its group."""
-    learned_count: int = 0
-    """How many of its tokens are learned."""
-    by_version: Mapping[int, int] = field(default_factory=dict)
-    """How many of those each version of the weights made."""
-    lead: Lead = field(default_factory=Lead)
-    """The group's."""
-
-    @property
-    def learned_tokens(self) -> int:
-        return self.learned_count
-
-    @property
-    def learned_versions(self) -> np.ndarray:
-        return np.repeat(np.array([*self.by_version], np.int64), [*self.by_version.values()])
-
-    def column(self, name: str) -> np.ndarray:
-        return Away(self.learned_count)  # type: ignore[return-value]
-
-    def learned(self, array: np.ndarray) -> np.ndarray:
-        return Away(self.learned_count)  # type: ignore[return-value]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupFace(Group):
-    """What is known of a group that is elsewhere."""
-
+    prompt: Prompt
+    """Its prompt's."""
+    samples: tuple[SampleFace, ...]
+    """Those of its samples."""
     lead: Lead = field(default_factory=Lead)
     """The way to it."""
+
+    @property
+    def id(self) -> int:
+        """Its prompt's."""
+        return self.prompt.id
+
+    @property
+    def scored(self) -> tuple[Sample, ...]:
+        """See `Group.scored`."""
+        return Group(self.prompt, self.samples).scored
+
+    @property
+    def rewards(self) -> list[float]:
+        """See `Group.rewards`."""
+        return Group(self.prompt, self.samples).rewards
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as columns, since it goes wherever its group does not."""
@@ -175,31 +130,28 @@ def _tree(group: Group, scored: list[int]) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(scored[number] for number in order), tuple(overlaps(texts, order).tolist())
 
 
-async def faces(held: AsyncIterable[Handle]) -> AsyncIterator[Group]:
+async def faces(holding: AsyncIterable[Handle]) -> AsyncIterator[Any]:
     """Groups by their faces, as far as those tell all; the others whole."""
-    async for handle in held:
-        seen = handle.seen
-        if isinstance(seen, Group) and not isinstance(seen, GroupFace):
-            seen = face_of(seen)
-        if seen is None:
+    async for handle in holding:
+        face = handle.face
+        if isinstance(face, Group):
+            face = face_of(face)
+        if face is None:
             yield await handle.value()
         else:
             handle.keep()
-            seen.lead.handle = handle
-            yield seen
+            face.lead.handle = handle
+            yield face
 
 
-async def wholes(groups: Sequence[Group]) -> list[Group]:
+async def wholes(groups: Sequence[Any]) -> list[Group]:
     """Groups, fetched where there are only their faces."""
-    lead = [group.lead.handle.value() if isinstance(group, GroupFace) else _itself(group) for group in groups]
-    return await together(lead)
+    away = [group.lead.handle.value() for group in groups if isinstance(group, GroupFace)]
+    fetched = iter(await together(away))
+    return [next(fetched) if isinstance(group, GroupFace) else group for group in groups]
 
 
-async def _itself(group: Group) -> Group:
-    return group
-
-
-async def shown_of(groups: Sequence[Group], count: int) -> list[Group]:
+async def shown_of(groups: Sequence[Any], count: int) -> list[Any]:
     """Groups of a batch for people: those with the first `count` samples by prompt are whole, and no other is kept from
     being forgotten where it was made.
 

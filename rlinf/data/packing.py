@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlinf.data.face import Away, Lead, SampleFace
 from rlinf.data.prefix_tree import Texts, overlaps, tree_of
 from rlinf.data.routes import side_by_side
-from rlinf.data.sample import Datum, Group, ImageRef, Sample, join_columns, split, split_columns
+from rlinf.data.sample import Away, Datum, Group, ImageRef, Lead, Sample, SampleFace, join_columns, split, split_columns
 from rlinf.runtime.base.tasks import together
 
 T = TypeVar("T")
@@ -167,11 +166,17 @@ class AwayRow(Row):
 def _away(
     prompt: int, response: int, advantage: Any, names: tuple[str, ...], at: int, learned: int, handle: Any
 ) -> AwayRow:
-    read: Any = Away(prompt)
-    said: Any = Away(response)
+    prompt_ids: Any = Away(prompt)
+    response_ids: Any = Away(response)
     columns: Any = dict.fromkeys(names)
     return AwayRow(
-        read, said, advantage=advantage, columns=columns, at=at, learned_count=learned, lead=Lead(handle=handle)
+        prompt_ids,
+        response_ids,
+        advantage=advantage,
+        columns=columns,
+        at=at,
+        learned_count=learned,
+        lead=Lead(handle=handle),
     )
 
 

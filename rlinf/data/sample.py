@@ -400,6 +400,70 @@ class Sample:
         return Sample(*values)
 
 
+class Away:
+    """Stands for an array that is elsewhere.
+
+    Args:
+        length: of its only dimension.
+    """
+
+    __slots__ = ("shape",)
+
+    def __init__(self, length: int):
+        self.shape = (length,)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise TypeError("these numbers stay where they were made: fetch the group that they belong to (Handle.value)")
+
+
+@dataclass(slots=True, eq=False)
+class Lead:
+    """The way to a group that is elsewhere, and what its samples share."""
+
+    order: tuple[int, ...] = ()
+    """Places of its scored samples in an order in which each shares most with the one before it."""
+    again: tuple[int, ...] = ()
+    """How many tokens each of those shares with the one before it."""
+    handle: Any = None
+    """Gives the group itself."""
+
+    def shared(self, one: int, other: int) -> int:
+        """How many tokens two of its samples, by their places, share at their beginnings."""
+        first, last = sorted((self.order.index(one), self.order.index(other)))
+        return min(self.again[first + 1 : last + 1], default=0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleFace(Sample):
+    """Face of a sample that is elsewhere."""
+
+    at: int = 0
+    """Its place among the samples of its group."""
+    learned_count: int = 0
+    """How many of its tokens are learned."""
+    by_version: Mapping[int, int] = field(default_factory=dict)
+    """How many of those each version of the weights made."""
+    lead: Lead = field(default_factory=Lead)
+    """The group's."""
+
+    @property
+    def learned_tokens(self) -> int:
+        return self.learned_count
+
+    @property
+    def learned_versions(self) -> np.ndarray:
+        return np.repeat(np.array([*self.by_version], np.int64), [*self.by_version.values()])
+
+    def column(self, name: str) -> np.ndarray:
+        return Away(self.learned_count)  # type: ignore[return-value]
+
+    def learned(self, array: np.ndarray) -> np.ndarray:
+        return Away(self.learned_count)  # type: ignore[return-value]
+
+
 _NAMES = [each.name for each in fields(Sample)]
 _VALUES = attrgetter(*_NAMES)
 _IDS, _TEXT, _REWARD, _PER_TOKEN = map(_NAMES.index, ("response_ids", "text", "reward", "per_token"))

@@ -166,7 +166,7 @@ async def _in_turn(
         answers = answer(prompts) if prompts else Stream.of(())
     try:
         async for handle in handles(answers):
-            group = await handle.value() if handle.seen is None else handle.seen
+            group = await handle.value() if handle.face is None else handle.face
             waiting[group.prompt.id] = handle, group
             while turn < len(prompt_ids) and prompt_ids[turn] in waiting:
                 yield waiting.pop(prompt_ids[turn])

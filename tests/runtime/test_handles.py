@@ -65,7 +65,7 @@ async def test_what_a_flow_chooses_by_what_it_sees_goes_to_its_consumer_whole(sy
 
             async def chosen(written: Any) -> AsyncIterator[Handle]:
                 async for handle in handles(written):
-                    seen = handle.seen
+                    seen = handle.face
                     if (len(seen) if isinstance(seen, str) else seen[1]) % 4 == 0:
                         yield handle
 
@@ -77,9 +77,9 @@ async def test_a_value_of_which_nothing_is_to_be_seen_can_be_had(system: ActorSy
     writers, _ = await _actors(system)
     for writer in writers:
         async for handle in handles(writer.write(["secret"])):
-            assert handle.seen == ("secret" if handle.here else None)
+            assert handle.face == ("secret" if handle.here else None)
             assert await handle.value() == "secret"
-    assert [handle.seen async for handle in handles(["plain"])] == ["plain"]
+    assert [handle.face async for handle in handles(["plain"])] == ["plain"]
 
 
 async def test_held_items_are_fetched_by_others_and_forgotten_at_the_end(system: ActorSystem) -> None:

@@ -263,26 +263,26 @@ class QueueHandle:
         if self.plain:
             return (value, None)
         if stays is not None:
-            seen = stays(value)
-            return (None if seen is None else self.host.codec.seal(seen), self.host.values.keep(value))
+            face = stays(value)
+            return (None if face is None else self.host.codec.seal(face), self.host.values.keep(value))
         blob = self.host.codec.seal(value)
         return (blob, None) if blob is not None else (None, self.host.values.keep(value))
 
     async def take(
-        self, token: Token, most: int = 1, *, unread: bool = False, held: bool = False, **wishes: Any
+        self, token: Token, most: int = 1, *, unread: bool = False, holds: bool = False, **wishes: Any
     ) -> Pairs:
         """Take items as `ItemQueue.take` does, and open them.
 
         Args:
             unread: leave them sealed if the queue is here, for whoever passes them on.
-            held: leave them sealed wherever the queue is, for whoever acknowledges them when it needs them no more.
+            holds: leave them sealed wherever the queue is, for whoever acknowledges them when it needs them no more.
         """
         queue = self.local()
         if queue is None:
             pairs = await self.ask(token, most, **wishes)
-            return pairs if held else await self.open(pairs)
+            return pairs if holds else await self.open(pairs)
         pairs = await queue.take(token, most, **wishes)
-        return pairs if unread or held or (len(pairs) == 1 and type(pairs[0][1]) in ATOMS) else await self.open(pairs)
+        return pairs if unread or holds or (len(pairs) == 1 and type(pairs[0][1]) in ATOMS) else await self.open(pairs)
 
     def ask(self, token: Token, most: int, **wishes: Any) -> Promise[Pairs]:
         """Ask a queue on another host for items; they come unopened."""

@@ -1,7 +1,7 @@
 """Items of a stream as handles: passed on, or looked at, without being here.
 
-An endpoint that is marked `stays=seen_of` leaves what it makes in its own process, and the stream has of each item only
-what `seen_of(item)` says. A flow that decides by that iterates `handles(stream)` and puts the handles that it wants
+An endpoint that is marked `stays=face_of` leaves what it makes in its own process, and the stream has of each item only
+what `face_of(item)` says. A flow that decides by that iterates `handles(stream)` and puts the handles that it wants
 into a stream of its own (`Stream.of` an async generator); the items go from the process that made them straight to who
 consumes that one, since each handle is where the item's queue is. Who works on a whole batch elsewhere takes a
 `Holding`: the items stay where they were made until it lets go, and its handles can be sent to other actors, which
@@ -29,12 +29,12 @@ class Handle:
         host: the one that this handle is on.
     """
 
-    __slots__ = ("__item__", "_host", "_seen")
+    __slots__ = ("__item__", "_face", "_host")
 
     def __init__(self, item: Any, host: Any):
         self.__item__ = item
         self._host = host
-        self._seen: Any = None
+        self._face: Any = None
 
     @property
     def here(self) -> bool:
@@ -42,14 +42,14 @@ class Handle:
         return type(self.__item__) is not Sealed
 
     @property
-    def seen(self) -> Any:
+    def face(self) -> Any:
         """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing."""
         item = self.__item__
         if type(item) is not Sealed:
             return item
-        if self._seen is None and item.blob is not None:
-            self._seen = self._host.codec.unseal(item.blob)
-        return self._seen
+        if self._face is None and item.blob is not None:
+            self._face = self._host.codec.unseal(item.blob)
+        return self._face
 
     async def value(self) -> Any:
         """The item: at hand, or fetched from where it is."""
@@ -99,7 +99,7 @@ class Holding:
     """
 
     def __init__(self, stream: Stream[Any]):
-        self._consumer: Consumer[Any] = Consumer(stream, prefetch=True, held=True)
+        self._consumer: Consumer[Any] = Consumer(stream, prefetch=True, holds=True)
         stream.handle._cast("release_bound")
 
     async def __aiter__(self) -> AsyncIterator[Handle]:

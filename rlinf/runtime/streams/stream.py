@@ -276,7 +276,7 @@ class Consumer(AsyncIterator[T]):
         weak: do not keep the stream alive.
         unread: where the stream lives on this host, do not open its items.
         passing: the items go on to somebody else.
-        held: items are not opened, and none is acknowledged before the consumer leaves, so that each stays where it
+        holds: items are not opened, and none is acknowledged before the consumer leaves, so that each stays where it
             was made; for the only consumer of a stream, which so learns of its end though nothing is done yet.
     """
 
@@ -289,7 +289,7 @@ class Consumer(AsyncIterator[T]):
         weak: bool = False,
         unread: bool = False,
         passing: bool = False,
-        held: bool = False,
+        holds: bool = False,
     ):
         self._stream = None if weak else stream
         self._handle = stream.handle
@@ -303,7 +303,7 @@ class Consumer(AsyncIterator[T]):
         self._ready: deque[tuple[Hashable, T]] = deque()
         self._last: list[Hashable] = []
         self._prefetch = prefetch and stream.handle.owner != stream.handle.host.rank
-        self._unread, self._held = unread, held
+        self._unread, self._holds = unread, holds
         self._done: list[Hashable] = []  # where they are held: items that were worked off
         self.most = most
         self._ahead: asyncio.Task[Pairs] | None = None
@@ -340,7 +340,7 @@ class Consumer(AsyncIterator[T]):
             self._busy = None if self._given is None else now - self._given
         done = len(self._last)
         if acknowledge and done:
-            if self._held:
+            if self._holds:
                 self._done += self._last
             else:
                 self.ack(self._last)
@@ -417,10 +417,10 @@ class Consumer(AsyncIterator[T]):
         show_wait(handle.host, handle.name, start)
 
     async def _next(self) -> Pairs:
-        handle, ahead, more = self._handle, self._ahead, bool(self._ready) or self._held
+        handle, ahead, more = self._handle, self._ahead, bool(self._ready) or self._holds
         if ahead is None:
             outputs, self._made = self._made, []
-            how = {"unread": self._unread, "held": self._held}
+            how = {"unread": self._unread, "holds": self._holds}
             pairs = await handle.take(self._token, self.most, **how, least=self.most, more=more)
             self._forgotten += outputs
             return pairs
@@ -439,7 +439,7 @@ class Consumer(AsyncIterator[T]):
         handle = self._handle
         if self._ended or self._ahead is not None:
             return
-        if self._held or self._busy is None or self._busy > NOT_AHEAD_SECONDS:
+        if self._holds or self._busy is None or self._busy > NOT_AHEAD_SECONDS:
             return  # what is held is soon asked for: it is small, and nobody competes for it
         times = min(int(AHEAD_SECONDS / max(self._busy, 1e-6)), WINDOW // self.most)
         window = max(times, 1) * self.most

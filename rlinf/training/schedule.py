@@ -433,7 +433,7 @@ class MicroBatchPacker:
         self._linked = []
         again = [0] * len(every)
         if self._packing.trees and every:
-            again = overlaps(whole_texts(every), range(len(every))).tolist()
+            again = shared(every)
         runs: list[list[Row]] = []
         for start in range(0, len(every), together):
             unit, before = every[start : start + together], every[start - 1] if start else None

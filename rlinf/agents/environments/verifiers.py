@@ -92,7 +92,8 @@ class Verifiers(Listed):
             with work("asking verifiers for its tasks"):
                 listed = subprocess.run(command, capture_output=True, check=False, timeout=_STARTING)
         except subprocess.TimeoutExpired as error:
-            raise UserError(f"verifiers: it did not list its tasks within {_STARTING:g} s") from error
+            many = f"it did not list its {self._size + self.most_held_out:,} tasks within {_STARTING:g} s"
+            raise UserError(f"verifiers: {many}: ask for fewer (agent.args.size, agent.args.held_out)") from error
         first = listed.stdout.partition(b"\n")[0]
         if listed.returncode or not first:
             raise UserError(f"verifiers: it has no tasks for us: {reason(listed.stderr.decode(errors='replace'))}")

@@ -113,6 +113,12 @@ def test_a_taskset_without_tasks_is_an_error_that_says_why(taskset, cause):
         environment(taskset).tasks()
 
 
+def test_tasks_that_are_long_in_the_making_are_an_error_that_says_how_to_ask_for_fewer(monkeypatch):
+    monkeypatch.setattr(verifiers, "_STARTING", 0.0)
+    with pytest.raises(UserError, match=r"agent\.args\.size"):
+        environment(size=20).tasks()
+
+
 def test_without_verifiers_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="make environments"):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import string
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -59,6 +60,10 @@ class OpenEnv(Seeded):
         size: Size = 1000,
         held_out: HeldOut = 50,
     ) -> None:
+        try:
+            list(string.Formatter().parse(observation or ""))
+        except ValueError as error:
+            raise UserError(f"openenv: observation={observation!r}: {error}") from None
         self._server = Server("openenv", server, "/health")
         self._action, self._observation = action or "", observation
         self._instructions, self._turns, self.sizes = instructions, turns, (size, held_out)

@@ -65,7 +65,9 @@ class Server:
         try:
             await self._child.start()
         except ChildDied as died:
-            raise RunFailure(f"{self._name}: {words[0]} could not be started: {last_words(self._child)}") from died
+            failure = f"{words[0]} could not be started: {last_words(self._child)}"
+            wanted = f"it has {STARTING:g} s to answer at {self.url}{self._path}"
+            raise RunFailure(f"{self._name}: {failure} ({wanted})") from died
 
     async def __aexit__(self, *error: Any) -> None:
         await self.http.close()

@@ -91,6 +91,9 @@ class Verifiers(Listed):
         try:
             with work("asking verifiers for its tasks"):
                 listed = subprocess.run(command, capture_output=True, check=False, timeout=_STARTING)
+        except OSError as error:
+            why = f"python={self._python!r}: it cannot be run: {error.strerror}"
+            raise UserError(f"verifiers: {why}; name an interpreter that has verifiers") from error
         except subprocess.TimeoutExpired as error:
             many = f"it did not list its {self._size + self.most_held_out:,} tasks within {_STARTING:g} s"
             raise UserError(f"verifiers: {many}: ask for fewer (agent.args.size, agent.args.held_out)") from error

@@ -119,6 +119,11 @@ def test_tasks_that_are_long_in_the_making_are_an_error_that_says_how_to_ask_for
         environment(size=20).tasks()
 
 
+def test_an_interpreter_that_is_none_is_named():
+    with pytest.raises(UserError, match="python='/no/python'"):
+        Verifiers("counting", python="/no/python").tasks()
+
+
 def test_without_verifiers_it_is_said_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="make environments"):

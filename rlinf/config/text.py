@@ -54,6 +54,10 @@ class LoraConfig:
     embedding, too), names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
     path: Place | None = None
     """Directory of saved adapters, in peft's format, to start from; they say their rank and layers themselves."""
+    base: Literal["full", "nf4"] = "full"
+    """`nf4` holds the frozen linear layers, but for the output embedding and routers, in 4.5 bits a weight while it
+    trains (QLoRA, arXiv:2305.14314), by bitsandbytes. What is published and saved as a model is that base, rounded so,
+    with the adapters merged."""
 
     @property
     def on(self) -> bool:
@@ -65,6 +69,11 @@ class LoraConfig:
         """Arguments of `add_adapters`; None trains all weights."""
         return vars(self).copy() if self.on else None
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.base != "full" and not self.on:
+            yield "base", "without adapters all weights learn, which 4 bits cannot: set model.lora.r"
+
 
 @dataclass(config=CLOSED)
 class PolicyLoraConfig(LoraConfig):
@@ -74,6 +83,8 @@ class PolicyLoraConfig(LoraConfig):
     target_modules: list[str] = field(default_factory=lambda: ["auto"])
     """Linear layers that get one: `auto` (those that were published for the policy, else those of attention),
     `all-linear`, names such as q_proj or the ends of dotted names, or regular expressions of whole ones."""
+    base: Literal["full"] = "full"
+    """Policies have no base of 4 bits."""
 
 
 @dataclass(config=CLOSED)

@@ -191,6 +191,7 @@ TEXT: Mapping[str, Resumed] = {
     "model.lora.r": Resumed("refused", WEIGHTS),
     "model.lora.target_modules": Resumed("refused", WEIGHTS),
     "model.lora.path": Resumed("ignored", WEIGHTS),
+    "model.lora.base": Resumed("refused", WEIGHTS),
     "agent.own_weights": Resumed("refused", WEIGHTS),
     "agent.past.size": Resumed("refused", WEIGHTS),
     "agent.past.every": Resumed("refused", "by it the checkpoint's earlier versions have their places"),

@@ -40,9 +40,9 @@ from rlinf.engines.transformers.batch import BandedRows, Batch, DecodeState
 from rlinf.engines.transformers.drafts import IN_CACHE, LARGE, SMALL, Drafts
 from rlinf.engines.transformers.float8 import Float8Weights
 from rlinf.engines.transformers.graphs import Graphs, rows_for, unknown
+from rlinf.engines.transformers.int8 import no_int8, round_layers
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.engines.usual_lengths import UsualLengths
-from rlinf.models.language.int8 import no_int8, round_layers
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads, in_thread
 

@@ -114,11 +114,11 @@ class Float8Weights:
 
 def names_of(model: PreTrainedModel) -> frozenset[str]:
     """Parameters that are rounded: matrices of linear layers and of experts, but for the head's and the routers'."""
-    left: set[nn.Module | None] = {model.get_output_embeddings(), *map(model.get_submodule, routers_of(model))}
+    others: set[nn.Module | None] = {model.get_output_embeddings(), *map(model.get_submodule, routers_of(model))}
     names = {
         f"{path}.{name}"
         for path, module in model.named_modules()
-        if module not in left and path.rpartition(".")[2] not in _GATES
+        if module not in others and path.rpartition(".")[2] not in _GATES
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim == (3 if type(module).__name__.endswith("Experts") else 2) and _multiplies(module)
     }

@@ -40,7 +40,7 @@ from rlinf.engines.base import TextScores
 from rlinf.engines.transformers.adapters import Own, RowAdapters
 from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
 from rlinf.engines.transformers.float8 import Float8Weights
-from rlinf.models.language.int8 import Int8Layers, Int8Linear, Int8Weight, join
+from rlinf.engines.transformers.int8 import Int8Layers, Int8Linear, Int8Weight, join
 from rlinf.models.language.moe import Routers, watch
 from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
 from rlinf.models.offload import Parking

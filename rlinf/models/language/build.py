@@ -39,8 +39,17 @@ from rlinf.data.library_progress import fold_transformers
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.models.language.cost import ModelCost
+from rlinf.models.language.four_bits import round_layer
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of, shard
-from rlinf.models.language.lora import POLICY, adapter_values, add_adapters, is_adapter, plain_name, saved_names
+from rlinf.models.language.lora import (
+    POLICY,
+    adapter_values,
+    add_adapters,
+    is_adapter,
+    lora_targets,
+    plain_name,
+    saved_names,
+)
 from rlinf.models.language.moe import StackedExperts, split_experts
 from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel, head_is_plain
 from rlinf.models.language.sources import ModelSource, files_of, new_config, pictures_of
@@ -171,6 +180,11 @@ class ModelSpec:
     compute: LearningSettings = field(default_factory=LearningSettings)
     """The settings of the role that trains it."""
 
+    @property
+    def of_four_bits(self) -> bool:
+        """The frozen base has 4 bits."""
+        return self.lora is not None and self.lora.get("base") == "nf4"
+
 
 def freeze(model: nn.Module, modules: Sequence[str]) -> None:
     """Have the weights of modules of these names learn nothing.
@@ -232,6 +246,8 @@ def build_module(
             _give_memory(module, device)
             fill(module.model, files)
             _start(module, spec)
+        if spec.of_four_bits:
+            _round_base(module.model, spec, layout)
         if layout.slices is None:
             module.compute_in(dtype)
         module.settle(layout.ranks)
@@ -262,7 +278,7 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
     ways: dict[str, Any] = {
         "gradient_checkpointing": compute.gradient_checkpointing,
         "attention": compute.attention,
-        "compiled": compute.compile,
+        "compiled": False if spec.of_four_bits else compute.compile,
         "division": layout.division,
     }
     if spec.head == "values":
@@ -278,6 +294,32 @@ def _with_head(model: PreTrainedModel, spec: ModelSpec, layout: Layout, pictures
             parameter.requires_grad_(True)
     replay = compute.router_replay if spec.watches_routing else None
     return PolicyModel(model, chunk=compute.logprob_chunk, router_replay=replay, pictures=pictures, **ways)
+
+
+def _round_base(model: PreTrainedModel, spec: ModelSpec, layout: Layout) -> None:
+    """Round the frozen linear layers below and beside adapters to 4 bits, but for the head and routers.
+
+    Args:
+        model: with adapters and all its values.
+        spec: says in which dtype it computes.
+        layout: the ranks that train it.
+
+    Raises:
+        ValueError: it lies in slices or parts, is to be compiled, or its layers are of another kind.
+    """
+    if spec.compute.compile is True:
+        raise ValueError("trainer.compile=true: no matrices of 4 bits (model.lora.base=nf4) are compiled; leave it out")
+    if {layout.slices, layout.division, layout.matrices, layout.experts} != {None}:
+        raise ValueError(
+            "model.lora.base=nf4: matrices of 4 bits are whole on every process, and here the model is spread: set "
+            "trainer.sharding=replicate, and leave trainer.parallel out and trainer.working_copy as it is"
+        )
+    layers = [model.get_submodule(name) for name in lora_targets(model, "all-linear")]
+    plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
+    if odd := {type(layer).__name__ for layer in plain if type(layer) is not nn.Linear}:
+        raise ValueError(f"model.lora.base=nf4: layers of {type(model).__name__} are {odd.pop()}, and no nn.Linear")
+    for layer in plain:
+        round_layer(layer, dtype_of(spec.compute.dtype))
 
 
 def _narrow_frozen(model: PreTrainedModel, files: Mapping[str, Path], dtype: torch.dtype) -> None:

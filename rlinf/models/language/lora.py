@@ -31,12 +31,15 @@ from transformers.pytorch_utils import Conv1D
 from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.data.weights import Weights
+from rlinf.models.language.four_bits import Nf4
 
 POLICY = "default"
 """Name of the adapters that learn, as peft calls the first."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 """File names in a directory of peft's."""
 _KEYS = {"r", "alpha", "target_modules", "path"}
+_OF_THE_BASE = {"base"}
+"""Keys of `model.lora` that say what is below the adapters."""
 _SAVED_AS = "base_model.model."
 """Prefix that peft puts before the names of tensors in its files."""
 _WRAPPED = ".base_layer"
@@ -154,7 +157,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
             embedding which is the input embedding, too, so that they could not be merged.
     """
     path = lora.get("path")
-    if set(lora) - _KEYS or (path is None and not set(lora) >= _KEYS - {"path"}):
+    if set(lora) - _KEYS - _OF_THE_BASE or (path is None and not set(lora) >= _KEYS - {"path"}):
         raise ValueError(f"lora: needs exactly the keys {sorted(_KEYS - {'path'})}, or path; got {sorted(lora)}")
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)  # which peft imports
     try:
@@ -505,6 +508,7 @@ def _check_merges(model: nn.Module, adapter: str | None) -> None:
 
 @torch.no_grad()
 def _merged(weight: Tensor, layer: Any, adapter: str | None = POLICY) -> Tensor:
+    weight = weight.plain() if isinstance(weight, Nf4) else weight
     if layer is None or adapter not in layer.lora_A:  # adapters of others may be in more layers
         return weight.detach()
     delta: Tensor = layer.get_delta_weight(adapter)  # of what is kept in half precision it is float32 all the same

@@ -123,6 +123,11 @@ def footprints(
     alone = slices.get("trainer", len(seats["trainer"])) == 1 and config.trainer.working_copy is not False
     if narrow and alone and str(own).endswith("bfloat16"):  # a frozen base is kept as it was saved
         by_role["trainer"] = replace(by_role["trainer"], weights=by_role["trainer"].weights / 2, gathered=0.0)
+    if config.model.lora.base == "nf4":  # rounded layers have 4.5 bits a weight, and no copy that is computed with
+        width, frozen = 2.0 * (config.trainer.dtype == "bfloat16"), by_role["trainer"]
+        whole = shape.outside + shape.expert_parameters
+        weights = whole * 4.0 + (shape.parameters - whole) * 4.5 / 8
+        by_role["trainer"] = replace(frozen, weights=weights, gathered=whole * width)
     if "critic" in roles:
         by_role["critic"] = _learner(config, shape, slices.get("critic", len(seats["critic"])), False, head=False)
     learns, answers = (frozenset[int]().union(*seats.get(role, ())) for role in ("trainer", "rollout"))

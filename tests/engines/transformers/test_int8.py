@@ -6,9 +6,9 @@ import torch
 
 from rlinf.data.weights import Weights
 from rlinf.engines.base import EngineSetup, Sampling, make
+from rlinf.engines.transformers import int8
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.models.language import int8
-from rlinf.models.language.int8 import Int8Weight, no_int8
+from rlinf.engines.transformers.int8 import Int8Weight, no_int8
 from tests.engines.scripted import scripted
 from tests.engines.transformers.test_engine import answers, packed, ragged, tiny
 

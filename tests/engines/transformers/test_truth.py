@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlinf.engines.transformers import model as forwards
 from rlinf.engines.transformers.engine import TransformersEngine, _way
+from rlinf.engines.transformers.int8 import Int8Weight, no_int8, round_layers
 from rlinf.engines.transformers.model import LeanForward, ModelForward, fastest
-from rlinf.models.language.int8 import Int8Weight, no_int8, round_layers
 
 INT8 = pytest.param("int8", marks=pytest.mark.skipif(no_int8(on_cpu=True) is not None, reason="the CPU lacks it"))
 DTYPES = [torch.bfloat16, torch.float32, INT8]

@@ -254,14 +254,25 @@ class Rectangle:
     """Tokens of the longest sequence."""
     begin: int
     """Position of the first query of each: those before it are asked for elsewhere."""
-    index: Tensor | None
-    """Which token stands at each place, int64 [rows x length]; None if it is all tokens in order."""
-    queries: Tensor | None
-    """Which token asks at each place, int64 [rows x (length - begin)]; None for `index`."""
 
     def mask(self, rule: Rule, device: torch.device) -> Tensor | None:
         """The mask of each row, see `Rule.within`."""
         return rule.within(self.length, device, self.begin)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rectangles:
+    """All sequences of a micro-batch in rectangles, one behind another: they are gathered at once, since each gather's
+    gradient is a sum over all tokens."""
+
+    boxes: tuple[Rectangle, ...]
+    """The rectangles."""
+    keys: Tensor | None = None
+    """Which token stands at each place, int64 [sum of rows x length]; None if it is all tokens in order."""
+    queries: Tensor | None = None
+    """Which token asks at each place, int64 [sum of rows x (length - begin)]; None for `keys`."""
+    restore: Tensor | None = None
+    """The place of each token among those that ask, int64 [tokens]; None for the same place."""
 
 
 REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -294,15 +305,14 @@ class Layout:
     come to the end; None: it raises."""
     parts: tuple[int, ...] = ()
     """Sequences of each batch whose rectangles are those that it has alone, see `Packed.parts`."""
-    _boxes: list[tuple[tuple[Rectangle, ...], Tensor | None]] = field(default_factory=list)
+    _rectangles: list[Rectangles] = field(default_factory=list)
     """The rectangles, once they were asked for."""
 
-    def boxes(self) -> tuple[tuple[Rectangle, ...], Tensor | None]:
-        """All sequences as rectangles, for layers that no kernel serves; and the place of each token in these laid end
-        to end, int64 [tokens], None for the same place. Made once."""
-        if not self._boxes:
-            self._boxes.append(_rectangles(self))
-        return self._boxes[0]
+    def rectangles(self) -> Rectangles:
+        """All sequences as rectangles, for layers that no kernel serves. Made once."""
+        if not self._rectangles:
+            self._rectangles.append(_rectangles(self))
+        return self._rectangles[0]
 
     @staticmethod
     def of(
@@ -359,15 +369,16 @@ class Layout:
         )
 
 
-def _rectangles(layout: Layout) -> tuple[tuple[Rectangle, ...], Tensor | None]:
+def _rectangles(layout: Layout) -> Rectangles:
     bounds, places, device = layout.starts, layout.stands, layout.bounds[1].device
     lengths = np.diff(bounds)
     if places is None and (lengths == lengths[0]).all():
-        return (Rectangle(len(lengths), int(lengths[0]), 0, None, None),), None
+        return Rectangles((Rectangle(len(lengths), int(lengths[0]), 0),))
     begins = np.zeros_like(lengths) if layout.begins is None else layout.begins
     restore = np.empty((lengths - begins).sum(), dtype=np.int64)
-    shapes: list[tuple[int, int, int]] = []
-    gathered: list[Tensor | None] = []
+    boxes: list[Rectangle] = []
+    keys: list[np.ndarray] = []
+    asking: list[np.ndarray] = []
     used = 0
     for members, begin in _alike_in_parts(lengths, begins, layout.parts):
         longest = int(lengths[members].max())
@@ -378,12 +389,13 @@ def _rectangles(layout: Layout) -> tuple[tuple[Rectangle, ...], Tensor | None]:
         own = ((columns >= begins[members, None]) & (columns < lengths[members, None]))[:, begin:]
         queries = tokens[:, begin:]
         restore[queries[own]] = (used + np.arange(own.size)).reshape(own.shape)[own]
-        shapes.append((len(members), longest, begin))
-        gathered += [torch.from_numpy(tokens.reshape(-1)), torch.from_numpy(queries.reshape(-1)) if begin else None]
+        boxes.append(Rectangle(len(members), longest, begin))
+        keys.append(tokens.reshape(-1))
+        asking.append(queries.reshape(-1))
         used += own.size
-    *indices, last = sent([*gathered, torch.from_numpy(restore)], device)
-    rows = zip(shapes, indices[::2], indices[1::2], strict=True)
-    return tuple(Rectangle(*shape, index, queries) for shape, index, queries in rows), last
+    fewer = np.concatenate(asking) if any(box.begin for box in boxes) else None
+    on_host = [None if each is None else torch.from_numpy(each) for each in (np.concatenate(keys), fewer, restore)]
+    return Rectangles(tuple(boxes), *sent(on_host, device))
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
@@ -527,22 +539,19 @@ def opaque() -> None:
 
 
 def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scores: Scores, rule: Rule) -> Tensor:
-    done = []
-    rectangles, restore = layout.boxes()
-    for box in rectangles:
-        parts = []
-        for part, index in (
-            (query, box.index if box.queries is None else box.queries),
-            (key, box.index),
-            (value, box.index),
-        ):
-            tokens = part if index is None else part.index_select(0, index)
-            parts.append(tokens.unflatten(0, (box.rows, -1)).transpose(1, 2))
-        attended = scores.attend(parts[0], parts[1], parts[2], box.mask(rule, query.device))
+    done, every = [], layout.rectangles()
+    asks = every.keys if every.queries is None else every.queries
+    parts = []
+    for part, index, begins in ((query, asks, True), (key, every.keys, False), (value, every.keys, False)):
+        tokens = part if index is None else part.index_select(0, index)
+        parts.append(tokens.split([box.rows * (box.length - box.begin * begins) for box in every.boxes]))
+    for box, *of_box in zip(every.boxes, *parts, strict=True):
+        rows = [tokens.unflatten(0, (box.rows, -1)).transpose(1, 2) for tokens in of_box]
+        attended = scores.attend(rows[0], rows[1], rows[2], box.mask(rule, query.device))
         done.append(attended.transpose(1, 2).flatten(0, 1))
-    if restore is None:
+    if every.restore is None:
         return done[0]
-    return torch.cat(done).index_select(0, restore)
+    return torch.cat(done).index_select(0, every.restore)
 
 
 def _band(length: int, window: int, device: torch.device, begin: int = 0) -> Tensor:

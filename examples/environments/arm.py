@@ -27,6 +27,7 @@ class Arm:
         return self.target - np.stack([np.cos(one) + np.cos(both), np.sin(one) + np.sin(both)], 1)
 
     def seen(self):
+        self.taken = time.monotonic()
         time.sleep(self.link)
         return np.concatenate([np.sin(self.angles), np.cos(self.angles), self.way()], 1).astype(np.float32)
 

@@ -92,7 +92,7 @@ async def modelled(system, simulating, learning, *, loading=0.0, env_fails=None,
     )
 
 
-def took(simulating, learning, staleness, until=None, loading=0.0):
+def took(simulating, learning, staleness, until=None, loading=0.0, horizon=1):
     """Staleness of each step, version loaded after the last one, virtual seconds."""
 
     async def main():
@@ -101,7 +101,7 @@ def took(simulating, learning, staleness, until=None, loading=0.0):
             in_flight, count, told = InFlight(Rules(staleness, between=True)), len(simulating), []
             for index in range(count):
                 end = until(index) if until is not None else count
-                metrics = await embodied_async(EmbodiedStep(index, 1, until=end, in_flight=in_flight), *group)
+                metrics = await embodied_async(EmbodiedStep(index, horizon, until=end, in_flight=in_flight), *group)
                 told.append(metrics["staleness"])
             loaded = await group[1][0].loaded()
             await in_flight.close()
@@ -125,6 +125,17 @@ def test_a_step_takes_as_long_as_the_longer_of_acting_and_learning(acting, learn
 
 def test_without_staleness_it_takes_their_sum_and_learns_from_the_newest_weights():
     assert took([3.0] * 4, [2.0] * 4, 0) == ([0] * 4, 4, 4 * (3.0 + 2.0))
+
+
+def test_over_a_slow_link_to_a_robot_learning_takes_no_time_of_its_own():
+    """Twenty decisions a step, each with 50 ms there and 50 ms back; an update takes 1.5 s."""
+    steps, decisions, link, learning = 5, 20, 0.05, 1.5
+    acting = decisions * 2 * link
+    told, _, seconds = took([2 * link] * steps, [learning] * steps, 1, horizon=decisions)
+    assert seconds == pytest.approx(steps * acting + learning)
+    assert told == [0] + [1] * (steps - 1)
+    _, _, apart = took([2 * link] * steps, [learning] * steps, 0, horizon=decisions)
+    assert apart == pytest.approx(steps * (acting + learning))
 
 
 def test_more_staleness_rides_out_steps_that_take_unequally_long():

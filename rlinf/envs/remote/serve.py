@@ -20,6 +20,8 @@ Of a robot, which goes on moving while nobody speaks, these may be there, too:
 
     hold_after, hold()      seconds from an observation in which the next action must have come; otherwise hold() is
                             called, which does what is safe there, and no action is done before the next reset
+    taken                   when the newest observation was taken, seconds by time.monotonic(): of cameras that show
+                            what was a while ago; otherwise it is when reset or step returned
     most_change             [A]: how much each number of an action may differ from that of the action before; what is
                             more is cut, and counted
 
@@ -294,7 +296,8 @@ class Guard:
             return value
 
     def _look(self) -> None:
-        self._seen, self._taken = self._seen + 1, self._clock()
+        taken = getattr(self._simulator, "taken", None)
+        self._seen, self._taken = self._seen + 1, self._clock() if taken is None else float(taken)
 
     def _within(self, actions: Any, active: Any) -> Any:
         """Actions within the limits, and where they were changed, [N]."""

@@ -304,7 +304,9 @@ def test_ages_are_those_of_observations_when_their_actions_come(guarded):
     guard, _, _, now = guarded
     now[0] = 10.25
     assert moved(guard, 0.1, 0.0)["timing"]["age"] == 0.25
-    now[0] = 10.75
+    now[0], guard._simulator.taken = 10.75, 10.5  # what it will see now was seen by its camera before
+    assert moved(guard, 0.1, 0.0)["timing"]["age"] == 0.5
+    now[0] = 11.0
     assert moved(guard, 0.1, 0.0)["timing"]["age"] == 0.5
 
 

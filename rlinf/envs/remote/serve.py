@@ -296,8 +296,8 @@ class Guard:
             return value
 
     def _look(self) -> None:
-        taken = getattr(self._simulator, "taken", None)
-        self._seen, self._taken = self._seen + 1, self._clock() if taken is None else float(taken)
+        moment = getattr(self._simulator, "taken", None)
+        self._seen, self._taken = self._seen + 1, self._clock() if moment is None else float(moment)
 
     def _within(self, actions: Any, active: Any) -> Any:
         """Actions within the limits, and where they were changed, [N]."""

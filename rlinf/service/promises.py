@@ -258,16 +258,6 @@ class Switching:
             await cancel_all([self._changing])
 
 
-@dataclass(slots=True, eq=False)
-class _Waiting(Generic[T, R]):
-    """Something that is waited for."""
-
-    item: T
-    size: int
-    result: asyncio.Future[R]
-    credit: int = 0
-
-
 class Residents(Generic[T]):
     """Things that are fetched when they are wanted, and given up when others are wanted more.
 
@@ -305,6 +295,16 @@ class Residents(Generic[T]):
     async def close(self) -> None:
         """Give up what is being fetched."""
         await cancel_all([each for each in self._there.values() if isinstance(each, asyncio.Task)])
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting(Generic[T, R]):
+    """Something that is waited for."""
+
+    item: T
+    size: int
+    result: asyncio.Future[R]
+    credit: int = 0
 
 
 class FairTurns(Generic[T, R]):

@@ -84,6 +84,8 @@ class Model:
     """See `Service.usage`."""
     spoilt: str | None = None
     """Why the gradients since the last step are not what its client asked for."""
+    missed: int | None = None
+    """Number of the request that was last said to be missing."""
     last_request: float = field(default_factory=time.time)
     """When it was last asked, seconds since 1970."""
 
@@ -506,8 +508,12 @@ class Service:
 
     def missing(self, id: str) -> int | None:
         """Number of a request that did not come, for which this one and all others of its model wait."""
-        model = self.models.get(id.rpartition(":")[0])
-        return None if model is None else model.order.missing
+        if (model := self.models.get(id.rpartition(":")[0])) is None or (number := model.order.missing) is None:
+            return None
+        if model.missed != number:  # said once: clients themselves say it after a quarter of an hour
+            model.missed = number
+            logger.warning("requests of %s wait for its request %d, which did not come", model.id, number)
+        return number
 
     def refuse(self, model: Model, number: int | None, error: Exception, *, spoils: bool) -> None:
         """Let a request that was refused have its turn, so that those behind it do not wait for it.

@@ -85,8 +85,8 @@ def of_pieces(query: Tensor, key: Tensor, value: Tensor, pieces: Pieces, scores:
 
 
 _LONG = 1 << 20
-"""Pairs of queries and keys from which on a piece is computed in blocks, and again for the gradient: their mask takes
-4 MiB in float32, and a block's time is a hundred times what computing it apart costs."""
+"""Pairs of queries and keys from which on a piece is computed in blocks, and again for the gradient: its mask would
+take 4 MiB in float32."""
 _BLOCK = 256
 """Queries of a block: its mask for 16,384 keys takes 16 MiB in float32, and shorter ones gather keys more often."""
 _RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -100,6 +100,8 @@ def _block(
     if window is None:
         mask = rule.within(len(rows), query.device, len(rows) - len(query))
     else:
+        if window >= len(rows):  # all that came before: one mask for blocks of any length
+            window = max(end for _, end in pieces.lengths)
         rows = rows[max(0, len(rows) - len(query) - window + 1) :]
         dtype = torch.bool if not scores.plain else wide(query[:0]).dtype if query.device.type == "cpu" else query.dtype
         mask = _corner(pieces, window, len(query), len(rows), dtype, query.device)

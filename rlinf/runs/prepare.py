@@ -9,6 +9,7 @@ and the limits of this run.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -133,7 +134,7 @@ def for_older_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmS
 
 
 def for_rounded_answers(algorithm: AlgorithmSpec, config: RunConfig) -> AlgorithmSpec:
-    """The algorithm as it learns from answers of weights that were rounded, `rollout.weights`: with `ROUNDED` where
+    """The algorithm as it learns from answers of weights that were rounded, see `rounding_of`: with `ROUNDED` where
     nothing corrects for what draws the tokens, and the configuration does not say that nothing should.
 
     Args:
@@ -141,16 +142,30 @@ def for_rounded_answers(algorithm: AlgorithmSpec, config: RunConfig) -> Algorith
         config: of the run.
     """
     settled = config.algorithm.correction != {} or algorithm.correction is not None
-    if config.rollout.weights == "full" or settled or isinstance(algorithm.loss, Decoupled):
+    if rounding_of(config) is None or settled or isinstance(algorithm.loss, Decoupled):
         return algorithm
     return replace(algorithm, correction=ROUNDED)
+
+
+def rounding_of(config: RunConfig) -> str | None:
+    """The key by which answers are those of rounded weights, ours or a server's, and its value; None: they are not."""
+    rollout = config.rollout
+    if rollout.weights != "full":
+        return f"rollout.weights={rollout.weights}"
+    args, kind = rollout.engine_args.get("args"), None
+    if isinstance(args, dict):  # vLLM's
+        kind = args.get("quantization")
+    elif isinstance(args, list):  # SGLang's, words of a command line
+        words = " ".join(map(str, args)).replace("=", " ").split()
+        kind = dict(itertools.pairwise(words)).get("--quantization")
+    return None if kind is None else f"rollout.engine_args.args.quantization={kind}"
 
 
 def default_correction(config: RunConfig, algorithm: AlgorithmSpec | None) -> str | None:
     """That `for_older_answers` or `for_rounded_answers` had something to add, for people; None if they had not."""
     if algorithm is not None and algorithm.correction is ROUNDED:
         return (
-            f"answers are those of rounded weights (rollout.weights={config.rollout.weights}), which is "
+            f"answers are those of rounded weights ({rounding_of(config)}), which is "
             f"corrected for: algorithm.correction={{cap: {ROUNDED.cap:g}}}; algorithm.correction=null leaves it out"
         )
     if algorithm is None or algorithm.correction is not CORRECTION:

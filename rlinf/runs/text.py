@@ -268,7 +268,9 @@ class TextWorkload(Workload[Evaluation]):
                 "agent.past.size, agent.own_weights: this engine holds no adapters of this model: they need "
                 "rollout.engine=transformers, a model of Llama's kind and, on a GPU, rollout.engine_args={graphs: off}"
             )
-        if share_tensors(self.config, self.plan) or further:
+        # engines read the base from its files, and the trainer's is rounded
+        other_base = self.config.model.lora.base != "full"
+        if share_tensors(self.config, self.plan) or further or other_base:
             await self.publish(started)
         return started
 

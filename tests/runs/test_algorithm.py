@@ -117,6 +117,9 @@ def test_asynchronous_flows_correct_for_older_answers_unless_told_otherwise(over
     [
         (("rollout.weights=int8",), True),
         (("rollout.weights=float8",), True),
+        (("rollout.engine=vllm", "rollout.engine_args={args: {quantization: fp8}}"), True),
+        (("rollout.engine=sglang", "rollout.engine_args={args: [--quantization, fp8]}"), True),
+        (("rollout.engine=sglang", "rollout.engine_args={args: [--mem-fraction-static, 0.5]}"), False),
         (("rollout.weights=int8", "algorithm=sapo"), True),
         ((), False),
         (("rollout.weights=int8", "algorithm.correction=null"), False),

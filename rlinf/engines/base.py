@@ -1118,7 +1118,7 @@ def no_drafts(engine: str) -> str | None:
 
 
 def _unrounded(engine: str) -> str:
-    return f"{engine} has weights as they come; leave it at full, or take rollout.engine=transformers on a CPU"
+    return f"{engine} has weights as they come; leave it at full, or take rollout.engine=transformers"
 
 
 def _other_kv(engine: str, kinds: Sequence[Kv]) -> str:

@@ -240,7 +240,7 @@ def kubernetes_joiners(job: Job, options: argparse.Namespace) -> str:
 
 def _joiners(job: Job) -> dict[str, dict[str, str]]:
     """Selects the pods of engines that join a run."""
-    return {"matchLabels": {"rlinf/joins": job.label}}
+    return {"matchLabels": {"rlinf.joins": job.label}}
 
 
 def _object(version: str, kind: str, job: Job, name: str | None = None, **content: Any) -> dict[str, Any]:

@@ -211,6 +211,7 @@ EMBODIED: Mapping[str, Resumed] = {
     "policy.lora.r": Resumed("refused", WEIGHTS),
     "policy.lora.target_modules": Resumed("refused", WEIGHTS),
     "policy.lora.path": Resumed("ignored", WEIGHTS),
+    "policy.lora.base": Resumed("refused", WEIGHTS),
     "policy.type": Resumed("refused", WEIGHTS),
     "policy.settings": Resumed("refused", WEIGHTS),
     "policy.path": Resumed("ignored", WEIGHTS),

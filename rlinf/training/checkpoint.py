@@ -48,7 +48,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rlinf.config.reading import parse_json
 from rlinf.data.safetensors_io import LateCopy, make_room, settle, sync_directory, write_tensors, write_text
-from rlinf.models.language.four_bits import parts_of
 from rlinf.runtime.actor.actor import Actor, endpoint
 from rlinf.runtime.base.calls import start_apart
 from rlinf.runtime.base.tasks import finish
@@ -65,7 +64,7 @@ def held(module: nn.Module, *optimizers: Optimizer) -> Iterator[Tensor]:
     """The tensors themselves, as they are now: parameters, what gathered of their gradients, buffers, and what the
     optimizers remember. Some may come twice, or share their storage."""
     for parameter in module.parameters():
-        yield from parts_of({"": parameter}).values()
+        yield from _stored({"": parameter}).values()
         if parameter.grad is not None:
             yield parameter.grad
     yield from module.buffers()
@@ -78,8 +77,16 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters (tied ones once) and the buffers that belong to a model's weights, under `model.NAME`."""
     saved = model.state_dict().keys()
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in saved}
-    named = parts_of({**dict(model.named_parameters()), **buffers})
+    named = _stored({**dict(model.named_parameters()), **buffers})
     return {f"model.{name}": _flat(tensor) for name, tensor in named.items()}
+
+
+def _stored(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stored tensors, see `four_bits.parts_of`."""
+    # trainers of policies import this module, and no language models
+    from rlinf.models.language.four_bits import parts_of
+
+    return parts_of(named)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer | None) -> dict[str, Tensor]:

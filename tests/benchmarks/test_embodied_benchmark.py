@@ -86,10 +86,10 @@ def test_overhead_is_measured_around_nothing():
 def test_cleanrls_loop_gets_better_at_cartpole():
     torch.manual_seed(0)
     loop = embodied_cartpole.Loop(seed=1, steps=8, sizes=embodied_cartpole.Sizes())
-    before = embodied_cartpole.judged(loop, 8, seed=1)
+    before = embodied_cartpole.judged(loop, "CartPole-v1", 8, seed=1)
     for index in range(8):
         loop.step(index)
-    assert embodied_cartpole.judged(loop, 8, seed=1) > 2 * before
+    assert embodied_cartpole.judged(loop, "CartPole-v1", 8, seed=1) > 2 * before
 
 
 def test_the_processor_time_of_a_turn_is_that_of_all_its_processes():

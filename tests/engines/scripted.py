@@ -37,7 +37,7 @@ class Scripted:
 
     device, dtype, reads_images, pads, continues = torch.device("cpu"), torch.float32, False, True, True
     vocabulary, padding, slower, int8 = None, None, None, ()  # any token will do
-    adapters = None
+    adapters = rounded = None
 
     def __init__(self):
         self.version = 0

@@ -546,7 +546,8 @@ def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
     parts = []
     for part, index, begins in ((query, asks, True), (key, every.keys, False), (value, every.keys, False)):
         tokens = part if index is None else part.index_select(0, index)
-        parts.append(tokens.split([box.rows * (box.length - box.begin * begins) for box in every.boxes]))
+        sizes = [box.rows * (box.length - box.begin * begins) for box in every.boxes]
+        parts.append(tokens.split(sizes) if len(sizes) > 1 else (tokens,))
     for box, *of_box in zip(every.boxes, *parts, strict=True):
         rows = [tokens.unflatten(0, (box.rows, -1)).transpose(1, 2) for tokens in of_box]
         attended = scores.attend(rows[0], rows[1], rows[2], box.mask(rule, query.device))

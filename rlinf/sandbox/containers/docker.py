@@ -48,10 +48,11 @@ _KILL_SECONDS = 15.0
 _MARK = "RLINF_COMMAND"
 """A variable that all processes of a command have, by which they are found when it is to end."""
 _KILL = (
-    "for round in 1 2 3 4 5; do for f in $(grep -l {mark} /proc/[0-9]*/environ 2>/dev/null); do p=${{f#/proc/}}; "
-    "kill -9 ${{p%/environ}} 2>/dev/null; done; done; ! grep -q {mark} /proc/[0-9]*/environ 2>/dev/null"
+    'while f=$(grep -l {mark} /proc/[0-9]*/environ 2>/dev/null); [ -n "$f" ]; do for p in $f; do p=${{p#/proc/}}; '
+    "kill -9 ${{p%/environ}} 2>/dev/null; done; done; true"
 )
-"""Ends all processes of a command, those too that left its session; its status says if there are none."""
+"""Ends all processes of a command, those too that left its session. One that is killed is there until it has had its
+turn to die, however busy the machine is: this ends when none is there."""
 _WAIT = "while :; do sleep 3600; done"
 _SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 _FORWARDER = Path(forwarder.__file__).read_text(encoding="utf-8")

@@ -202,7 +202,7 @@ $(SGLANG)/.installed: constraints-sglang.txt tests/stand_ins/sglang_on_cpu.py | 
 .PHONY: bench-peers
 bench-peers: $(PEERS)/.installed $(TRL)/.installed $(SB3)/.installed  ## create .venv-peers, .venv-trl and .venv-sb3 with what the benchmarks compare with
 
-$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(SGLANG)/bin/python $(ENVIRONMENTS)/bin/python: %/bin/python:
+$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(COOKBOOK)/bin/python $(SGLANG)/bin/python $(ENVIRONMENTS)/bin/python: %/bin/python:
 	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $*
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python

@@ -50,7 +50,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, RunFailure
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
-from rlinf.engines.pool.address import FILE, TOKEN, read
+from rlinf.joining.address import FILES, TOKEN, read
 from rlinf.runs.rules import load_config
 from rlinf.runs.start import run_to_end
 from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
@@ -182,15 +182,15 @@ def join(arguments: Sequence[str]) -> int:
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or the directory of the run")
     parser.add_argument("--role", choices=("rollout",), required=True, help="what it does there: rollout generates")
     options = parser.parse_args(list(arguments))
-    where, token = _job_at(options.address)
+    where, token = _job_at(options.address, options.role)
     look_in_working_directory()
     gc.disable()  # while much is imported and little dropped
     import torch
 
     from rlinf.actors.rollout import joining_engine
-    from rlinf.engines.pool.connection import connect
-    from rlinf.engines.pool.far_side import Sent
     from rlinf.engines.pool.far_side import serve as serve_job
+    from rlinf.joining.connection import connect
+    from rlinf.joining.door import Sent
 
     gc.freeze()
     gc.enable()
@@ -227,22 +227,22 @@ def _parts(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _job_at(address: str) -> tuple[str, str]:
+def _job_at(address: str, role: str) -> tuple[str, str]:
     """Its "host:port", and the token."""
     directory = Path(address).expanduser()
     token = os.environ.get(TOKEN)
     if directory.is_dir():
         try:
-            address, its = read(directory)
+            address, its = read(directory, role)
         except FileNotFoundError:
-            text = f"rlinf join {address}: the run does not go on, or was started without rollout.join"
+            text = f"rlinf join {address}: the run does not go on, or was started without {role}.join"
             raise InputError(text) from None
         token = token or its
     before, _, port = address.rpartition(":")
     if not before or not port.isdigit():
         raise InputError(f"rlinf join {address}: there is no such directory of a run, and it is no HOST:PORT")
     if not token:
-        raise InputError(f"rlinf join {address}: set {TOKEN} to the token in {FILE} of the run's directory")
+        raise InputError(f"rlinf join {address}: set {TOKEN} to the token in {FILES[role]} of the run's directory")
     return address, token
 
 

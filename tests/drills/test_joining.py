@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from rlinf.cli.runs import account
-from rlinf.engines.pool.address import FILE
+from rlinf.joining.address import FILES
 from rlinf.storage.files import read_lines
 from tests.drills.run import PATIENCE, Drill
 from tests.launching import ROOT, equal, metrics_of, start, steps_noted
@@ -38,6 +38,7 @@ def _goes_on(run, path: Path) -> None:
     until(lambda: run.ended() or steps_noted(path) > before, lambda: run.everything(), PATIENCE)
 
 
+FILE = FILES["rollout"]
 JOINED = ("rollout.join=127.0.0.1:0", "rollout.engine=transformers")
 ALONE = ("rollout.own_engine=false",)
 
@@ -59,7 +60,11 @@ def killed_again_and_again(
     run = start(*drill.arguments(directory, engine=False), processes=2)
     path = directory / "quickstart"
     try:
-        until(lambda: (path / FILE).exists() if alone else steps_noted(path) or run.ended(), "the first step", PATIENCE)
+        until(
+            lambda: (path / FILE).exists() if alone else steps_noted(path) or run.ended(),
+            "the first step",
+            PATIENCE,
+        )
         while kills < points and not run.ended():
             began = time.monotonic()
             joiner = join(path)

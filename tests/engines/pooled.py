@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from rlinf.engines.base import make
 from rlinf.engines.pool.absent import Absent
-from rlinf.engines.pool.connection import connect
 from rlinf.engines.pool.far_side import serve
 from rlinf.engines.pool.pool import Pool
+from rlinf.joining.connection import connect
 from tests.engines.transformers.test_engine import VOCABULARY
 
 TOKEN = "of this job"

@@ -10,8 +10,8 @@ import pytest
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Sampling
-from rlinf.engines.pool.connection import Refused, connect
 from rlinf.engines.pool.pool import Call, Pool
+from rlinf.joining.connection import Refused, connect
 from rlinf.runtime.base.errors import UserError
 from tests.engines import test_engine_contract as contract
 from tests.engines.pooled import TOKEN

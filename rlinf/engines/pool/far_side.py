@@ -15,19 +15,12 @@ from contextlib import aclosing
 from typing import Any
 
 from rlinf.engines.base import Completion, Engine, Request
-from rlinf.engines.pool.connection import Connection
-from rlinf.runtime.base.tasks import cancel_all, in_thread
+from rlinf.joining.connection import Connection
+from rlinf.joining.door import told_to_make, work_until_over
+from rlinf.runtime.base.tasks import in_thread
 
 Build = Callable[..., Awaitable[Engine]]
 """Makes the engine of what the job sends about it."""
-
-
-class JobLost(ConnectionError):
-    """The job has gone without a word."""
-
-
-class Sent(Exception):
-    """The job has engines join elsewhere now: where fewer are. The text is "host:port"."""
 
 
 async def serve(connection: Connection, build: Build, ready: Callable[[], Any], leave: asyncio.Event) -> str:
@@ -48,14 +41,10 @@ async def serve(connection: Connection, build: Build, ready: Callable[[], Any], 
         Exception: what failed in the engine, which the job has been told.
     """
     messages = connection.messages()
-    if (first := await anext(messages, None)) is None or first[0] not in ("make", "go"):
-        raise JobLost("the job ended before it said what to make")
-    if first[0] == "go":
-        await connection.close()
-        raise Sent(first[1])
+    made_of = await told_to_make(connection, messages)
     engine: Engine | None = None
     try:
-        engine = await build(**first[1])
+        engine = await build(**made_of)
         side = FarSide(connection, engine)
         connection.send("ready", {"rows": engine.max_rows, "name": f"{socket.gethostname()} pid {os.getpid()}"})
         ready()
@@ -87,25 +76,10 @@ class FarSide:
 
     async def run(self, messages: AsyncIterator[tuple[Any, ...]], leave: asyncio.Event) -> str:
         """Serve; see `serve`."""
-        answering = asyncio.create_task(self._answer())
-        hearing = asyncio.create_task(self._hear(messages))
-        leaving = asyncio.create_task(leave.wait())
-        try:
-            await asyncio.wait((answering, hearing, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if answering.done():
-                answering.result()
-            if hearing.done():
-                try:
-                    ended = hearing.result()
-                except ExceptionGroup as several:  # of a load or a question: the first is why the others ended
-                    raise several.exceptions[0] from None
-                if not ended:
-                    raise JobLost("the job is gone")
-                return "the job has ended"
-            await self._connection.close("leaving", await self._take_out({*self._running}))
-            return "it was told to leave, and has handed on what it had begun"
-        finally:
-            await cancel_all([answering, hearing, leaving])
+        return await work_until_over(self._answer(), self._hear(messages), leave, self._hand_over)
+
+    async def _hand_over(self) -> None:
+        await self._connection.close("leaving", await self._take_out({*self._running}))
 
     async def _answer(self) -> None:
         async with aclosing(self._engine.batches(self._requests())) as batches:

@@ -10,13 +10,13 @@ it to have them. Answers that it has begun go on with the old ones until the new
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Request, StepStats
-from rlinf.engines.pool.connection import Connection
+from rlinf.joining.connection import Connection
+from rlinf.joining.peer import Peer
 from rlinf.runtime.base.errors import RuntimeFault
 
 
@@ -49,26 +49,29 @@ class Member:
     def __init__(
         self, connection: Connection, about: dict[str, Any], silence: float, changed: Callable[[], object]
     ) -> None:
-        self.rows, self.name = int(about["rows"]), f"{about['name']} ({connection.peer})"
+        self.rows, self._peer = int(about["rows"]), Peer(connection, about["name"], silence)
         self.stats = StepStats()
         """How fast it is, as far as it has said."""
-        self.version: int | None = None
-        """Version of its weights; None: those that the model came with."""
         self._connection, self._changed = connection, changed
         self._under_way: dict[int, tuple[Request, Asker]] = {}
         self._taken: set[int] = set()  # of those: asked back, so nobody else answers them when it is lost
         self._replies: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = itertools.count(1)
-        self._published = self._loaded = 0
-        self._publishing: Weights | None = None
-        self._silence, self._heard = silence, True
-        self._beat_timer = asyncio.get_running_loop().call_later(silence / 2, self._beat)
         self._over = False
 
     @property
     def current(self) -> bool:
         """It has the newest weights."""
-        return self._loaded == self._published
+        return self._peer.current
+
+    @property
+    def name(self) -> str:
+        """Where it is."""
+        return self._peer.name
+
+    @property
+    def version(self) -> int | None:
+        """Version of its weights; None: those that the model came with."""
+        return self._peer.version
 
     @property
     def load(self) -> float:
@@ -91,8 +94,7 @@ class Member:
 
     def publish(self, weights: Weights) -> None:
         """Have it use these weights once they have come."""
-        self._published, self._publishing = next(self._numbers), weights
-        self._connection.send_weights(self._published, weights)
+        self._peer.publish(weights)
 
     def forget(self, asker: Asker) -> None:
         """Drop what this asker gave: it wants no answers any more."""
@@ -115,7 +117,7 @@ class Member:
         """
         if self._over:
             raise MemberLost(f"{self.name} is gone")
-        number = next(self._numbers)
+        number = next(self._peer.numbers)
         reply = self._replies[number] = asyncio.get_running_loop().create_future()
         self._connection.send(what, number, ids)
         try:
@@ -156,13 +158,9 @@ class Member:
 
     def take(self, kind: str, *rest: Any) -> str | None:
         """Take a message; returns why it leaves, if it says that."""
-        self._heard = True
+        self._peer.heard(kind, *rest)
         if kind == "completions":
             self._completed(*rest)
-        elif kind == "loaded":
-            self._loaded = rest[0]
-            if self.current and self._publishing is not None:
-                self.version, self._publishing = self._publishing.version, None
         elif kind == "reply":
             if (reply := self._replies.get(rest[0])) is not None and not reply.done():
                 reply.set_result(rest[1])
@@ -186,18 +184,10 @@ class Member:
         for asker, its in answered.items():
             asker.took(its)
 
-    def _beat(self) -> None:
-        if not self._heard:
-            self._connection.abandon()
-            return
-        self._heard = False
-        self._connection.send("ping", 0, ())
-        self._beat_timer = asyncio.get_running_loop().call_later(self._silence / 2, self._beat)
-
     def lost(self) -> int:
         """Give back what it had under way, and fail whoever waits for a reply; returns how many requests that were."""
         self._over = True
-        self._beat_timer.cancel()
+        self._peer.over()
         for reply in self._replies.values():
             if not reply.done():
                 reply.set_exception(MemberLost(f"{self.name} is gone"))

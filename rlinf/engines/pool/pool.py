@@ -14,14 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import secrets
 from collections import deque
 from collections.abc import (
     AsyncGenerator,
     AsyncIterable,
     AsyncIterator,
-    Awaitable,
     Callable,
     Collection,
     Coroutine,
@@ -31,24 +28,21 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepStats, TextScores, closing
-from rlinf.engines.pool import address
 from rlinf.engines.pool.absent import Absent
-from rlinf.engines.pool.connection import Refused, welcome
 from rlinf.engines.pool.member import Member
+from rlinf.joining.connection import Connection
+from rlinf.joining.door import Door, Elsewhere, Guest
+from rlinf.joining.peer import SILENCE
 from rlinf.models.language.truth import Way
-from rlinf.runtime.base.errors import UserError
-from rlinf.runtime.base.tasks import cancel_all, in_thread
+from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.streams.stream import each
 
-SILENCE = 60.0
-"""Seconds without a word after which an engine that joined counts as lost, as a host does (`system.host_timeout`)."""
 _SAME = (
     *("max_rows", "max_tokens", "max_length", "vocabulary", "kv", "hands_over", "seeded", "forms", "scores", "rounds"),
     *("sleeps", "through_host", "keeps_conversations", "streams", "reads_text", "routes", "reads_images"),
@@ -58,8 +52,6 @@ Check = Callable[[Request], None]
 """Raises RequestRefused of a request that cannot be answered."""
 Waiting = Callable[[str], AbstractContextManager[Any]]
 """`with waiting(what):` says for what the code inside waits."""
-Elsewhere = Callable[[str, int], Awaitable[str | None]]
-"""Given the token, and how many have joined here, says at which "host:port" one more is to join; None: here."""
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +228,8 @@ class Pool(Engine):
         """The job's own engine."""
         self.members: set[Member] = set()
         """Those that have joined."""
-        self._compute, self._made_of, self._silence = compute, dict(made_of), silence
-        self._name, self._how, self._waiting, self._elsewhere = name, "", waiting, elsewhere
+        self._compute, self._silence, self._name, self._waiting = compute, silence, name, waiting
+        self._door = Door(self, "rollout", name, made_of, elsewhere)
         self.where: str | None = None
         """Where engines may join."""
         self._own_answers = not isinstance(own, Absent)
@@ -250,9 +242,6 @@ class Pool(Engine):
         self._gone = StepStats()  # of members that are gone
         self._paused = self._closing = False
         self._changed = asyncio.Event()
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._file: Path | None = None
 
     # As the own engine ------------------------------------------------------------------------------------------------
 
@@ -346,7 +335,7 @@ class Pool(Engine):
         if self._own_answers or self.members:
             await self._changed.wait()
             return
-        with self._waiting(f"an engine that joins: {self._how}"):
+        with self._waiting(f"an engine that joins: {self._door.how}"):
             await self._changed.wait()
 
     def _takes(self, member: Member) -> bool:
@@ -519,87 +508,31 @@ class Pool(Engine):
     @property
     def coming(self) -> int:
         """How many have joined, or are about to."""
-        return len(self._tasks)
+        return self._door.coming
 
     async def listen(self, place: str, directory: str | None, token: str | None = None) -> str:
-        """Let engines join at "host:port"; returns where it listens.
-
-        Args:
-            place: to listen on; port 0 takes any free one.
-            directory: of the run, where `address.FILE` is left for those who join.
-            token: that they must know. Default: that of the environment, or a new one.
-
-        Raises:
-            UserError: it cannot listen there.
-        """
-        secret = token or os.environ.get(address.TOKEN) or secrets.token_urlsafe(24)
-        host, _, port = place.rpartition(":")
-
-        def came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            task = asyncio.create_task(self._serve(reader, writer, secret))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
-
-        try:
-            self._server = await asyncio.start_server(came, host.strip("[]"), int(port))
-        except OSError as error:
-            advice = "name an address of this machine and a port that is free, or 0 for any"
-            raise UserError(f"rollout.join={place}: {self._name} cannot listen there: {error}; {advice}") from None
-        where = self.where = f"{host}:{self._server.sockets[0].getsockname()[1]}"
-        if directory is not None:
-            self._file = await in_thread(lambda: address.leave(Path(directory), where, secret))
-        self._how = f"rlinf join {directory or where} --role rollout"
-        if token is not None:  # whoever has it knows where this is
-            return where
-        may = "other processes may join" if self._own_answers else "it generates by engines that join alone,"
-        logger.warning("%s: %s at %s: %s", self._name, may, where, self._how)
+        """Let engines join; see `Door.open`."""
+        where = self.where = await self._door.open(place, directory, token)
+        if token is None:  # else whoever has it knows where this is
+            may = "other processes may join" if self._own_answers else "it generates by engines that join alone,"
+            logger.warning("%s: %s at %s: %s", self._name, may, where, self._door.how)
         return where
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> None:
-        try:
-            connection = await welcome(reader, writer, token)
-        except (OSError, EOFError, TimeoutError) as error:
-            writer.transport.abort()
-            if isinstance(error, Refused):
-                logger.warning("%s: somebody who wanted to join was turned away: %s", self._name, error)
-            return
-        member: Member | None = None
-        there: str | None = None
-        reason = "its process has ended, or the network to it"
-        try:
-            if self._elsewhere is not None and (there := await self._elsewhere(token, self.coming - 1)) is not None:
-                await connection.close("go", there)
-                return
-            connection.send("make", self._made_of)
-            async for message in connection.messages():
-                if member is not None:
-                    if (leaves := member.take(*message)) is not None:
-                        reason = leaves
-                        break
-                elif message[0] == "ready":
-                    member = Member(connection, message[1], self._silence, self._tell)
-                    self._joined(member)
-                else:
-                    reason = f"its engine could not be made: {message[1]}"
-                    break
-        except Exception as error:  # whatever it sends, it is no reason to end the job
-            reason = f"{type(error).__name__}: {error}"
-        finally:
-            connection.abandon()
-            if there is None:
-                self._left(member, connection.peer, reason)
-
-    def _joined(self, member: Member) -> None:
+    def came(self, connection: Connection, about: dict[str, Any]) -> Member:
+        """See `House`."""
+        member = Member(connection, about, self._silence, self._tell)
         self.members.add(member)
         if self._newest is not None:
             member.publish(self._newest)
         logger.warning("%s: %s has joined; %s", self._name, member.name, self._count())
         self._tell()
+        return member
 
-    def _left(self, member: Member | None, peer: str, reason: str) -> None:
+    def left(self, member: Guest | None, peer: str, reason: str) -> None:
+        """See `House`."""
         if self._closing:
             return
-        if member is None:
+        if not isinstance(member, Member):
             logger.warning("%s: %s wanted to join and is gone: %s", self._name, peer, reason)
             return
         self.members.discard(member)
@@ -615,18 +548,15 @@ class Pool(Engine):
     def _count(self) -> str:
         count = len(self.members)
         if count == 0 and not self._own_answers:
-            return f"none is there: answers wait until one joins: {self._how}"
+            return f"none is there: answers wait until one joins: {self._door.how}"
         there = f"{count} {'engine is' if count == 1 else 'engines are'} there"
         return f"{there} beside the job's own" if self._own_answers else there
 
     async def close(self) -> None:
         self._closing = True
-        if self._server is not None:
-            self._server.close()
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        self._door.shut()
         await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
-        await cancel_all([*self._tasks])
+        await self._door.close()
         await self.own.close()
 
 

@@ -12,24 +12,24 @@ from pathlib import Path
 
 TOKEN = "RLINF_JOIN_TOKEN"
 """Environment variable: the token that those who join must know; without it each start of a job makes its own."""
-FILE = "join.json"
-"""In the run directory, for this user alone: where to join, and the token."""
+FILES = {"rollout": "join.json", "trainer": "join-trainer.json"}
+"""By role, in the run directory, for this user alone: where to join, and the token."""
 
 
-def leave(directory: Path, address: str, token: str) -> Path:
-    """Write the file into a run directory, and return its path. Blocking."""
-    file = directory / FILE
+def leave(directory: Path, address: str, token: str, role: str = "rollout") -> Path:
+    """Write the file of a role into a run directory, and return its path. Blocking."""
+    file = directory / FILES[role]
     file.unlink(missing_ok=True)
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as opened:
         json.dump({"address": address, "token": token}, opened)
     return file
 
 
-def read(directory: Path) -> tuple[str, str]:
+def read(directory: Path, role: str = "rollout") -> tuple[str, str]:
     """Address and token of the job that a run directory belongs to. Blocking.
 
     Raises:
         FileNotFoundError: nobody can join it now.
     """
-    place = json.loads((directory / FILE).read_text(encoding="utf-8"))
+    place = json.loads((directory / FILES[role]).read_text(encoding="utf-8"))
     return place["address"], place["token"]

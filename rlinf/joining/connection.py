@@ -1,4 +1,4 @@
-"""The connection of a job and an engine that joined it: messages, and weights that let messages pass.
+"""The connection of a job and a process that joined it: messages, and tensors that let messages pass.
 
 Flows in: messages, and at most one set of weights at a time. Flows out: the same at the other end, in order. Who wakes
 whom: what is to be sent wakes the task that writes; bytes that come wake the task that reads, and a whole message wakes

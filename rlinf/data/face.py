@@ -109,12 +109,19 @@ def face_of(group: Group) -> GroupFace | None:
     prompt = Prompt(group.prompt.id, Away(len(group.prompt.token_ids)))  # type: ignore[arg-type]
     faces = []
     for at, sample in enumerate(samples):
-        versions, counts = np.unique(sample.column("versions"), return_counts=True)
         values = {name: getattr(sample, name) for name in _COLUMNS if name not in ("at", "learned_count", "by_version")}
         values |= {"at": at, "learned_count": sample.learned_tokens}
-        values |= {"by_version": dict(zip(versions.tolist(), counts.tolist(), strict=True))}
+        values |= {"by_version": _counts(sample.column("versions"))}
         faces.append(_sample(prompt, len(sample.response_ids), lead, values))
     return GroupFace(prompt, tuple(faces), lead)
+
+
+def _counts(versions: np.ndarray) -> dict[int, int]:
+    """How many tokens each version made; without sorting them where one made all, as nearly always."""
+    if len(versions) and versions.min() == versions.max():
+        return {int(versions[0]): len(versions)}
+    each, counts = np.unique(versions, return_counts=True)
+    return dict(zip(each.tolist(), counts.tolist(), strict=True))
 
 
 def _tree(group: Group, scored: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -131,11 +138,10 @@ def _tree(group: Group, scored: list[int]) -> tuple[tuple[int, ...], tuple[int, 
 
 
 async def faces(holding: AsyncIterable[Handle]) -> AsyncIterator[Any]:
-    """Groups by their faces, as far as those tell all; the others whole."""
+    """Groups by their faces, as far as those tell all; the others whole, and those that are in this process: whoever
+    wants their tokens gets them from here either way, and so without asking."""
     async for handle in holding:
-        face = handle.face
-        if isinstance(face, Group):
-            face = face_of(face)
+        face = None if handle.here else handle.face
         if face is None:
             yield await handle.value()
         else:

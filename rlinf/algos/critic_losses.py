@@ -101,6 +101,40 @@ def critics(values: Tensor, targets: Tensor, mask: Tensor) -> LossSum:
     return batch.sum((Q - y).square().mean(0), {"q/mean": Q.mean(0), "target/mean": y})
 
 
+def choices(
+    values: Tensor, choice: Tensor, rewards: Tensor, next_values: Tensor, mask: Tensor, *, discount: Tensor
+) -> LossSum:
+    """Squared error of the value of what was choice: L = (Q(s, g) - y)^2.
+
+        y = r + discount Q'(s', argmax over g of Q(s', g))
+
+    Double deep Q-learning (arXiv:1509.06461, eq. 4), as HIL-SERL learns a gripper (arXiv:2410.21845, section 3.2).
+
+    Args:
+        values: Q(s, g) of each choice, [choices, batch]; differentiable.
+        choice: number of the choice that was made, int64 [batch].
+        rewards: [batch].
+        next_values: of the target critics, for the choice that the trained ones think best, [batch]; never
+            differentiated.
+        mask: which transitions count, [batch], bool or 0/1.
+        discount: of `next_values`, 0 where the task ended, [batch].
+
+    Returns:
+        Sums; metric `q/gripper`.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    if values.ndim != 2:
+        raise ValueError(f"choices: values must be [choices, batch], got {list(values.shape)}")
+    others = {"rewards": rewards, "next_values": next_values, "mask": mask, "discount": discount}
+    same_shape("choices", "a choice's values", values[0], choice=choice, **others)
+    batch = _tokens("choices", mask, values[0])
+    Q = batch.read(values.gather(0, choice[None])[0])
+    y = batch.constant(wide(rewards) + discount * wide(next_values))
+    return batch.sum((Q - y).square(), {"q/gripper": Q})
+
+
 def actor(logprobs: Tensor, values: Tensor, mask: Tensor, *, alpha: float | Tensor) -> LossSum:
     """The policy's loss by reparametrised actions: L = alpha log pi(a|s) - Q(s, a).
 

@@ -45,6 +45,7 @@ _OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "n_step", "solved_only"), OFF_POLICY),
     **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), OFF_POLICY),
     **dict.fromkeys(("tau",), _WITH_TARGETS),
+    "gripper_penalty": ("sac",),
     **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "subset", "shift"), ("sac", "crossq")),
     **dict.fromkeys(("expectile", "beta"), ("iql",)),
 }
@@ -364,6 +365,9 @@ class OffPolicyConfig:
     """Nats that the temperature aims at; null: minus the numbers in a chunk."""
     subset: int | None = Field(default=None, ge=1)
     """Target critics drawn in each step (REDQ); null takes all."""
+    gripper_penalty: float = Field(default=0.0, ge=0)
+    """Taken off the reward of a gripper that is chosen apart (policy.settings.gripper; sac), where it is told to close
+    or open, and not to stay (HIL-SERL)."""
     shift: int = Field(default=0, ge=0)
     """Pictures are moved at random by so many pixels at most when they are learned from (DrQ, arXiv:2004.13649)."""
     expectile: float = Field(default=0.7, gt=0, lt=1)
@@ -661,6 +665,10 @@ class EmbodiedConfig(CommonConfig):
             )
         if settings.shift and policy.type in (None, "soft", "steered"):
             yield "off_policy.shift", f"policy.type={policy.type or 'soft'} looks at no pictures: take soft_pixels"
+        if self.policy_settings.get("gripper") is True and name != "sac":
+            yield "policy.settings.gripper", "its choices are learned by sac alone: remove it, or set algorithm=sac"
+        if settings.gripper_penalty and self.policy_settings.get("gripper") is not True:
+            yield "off_policy.gripper_penalty", "no gripper is chosen apart: set policy.settings.gripper=true"
         if name == "iql" and policy.type not in (None, "soft"):
             yield "policy.type", "iql learns from states: take soft"
         if policy.type == "steered":

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -32,6 +33,7 @@ from rlinf.envs.video import Recording
 from rlinf.envs.workers import EnvironmentLost
 from rlinf.envs.wrappers import Mixture, Scored
 from rlinf.models.policy.build import build_policy_model, configured, fitted
+from rlinf.models.policy.sac import CHOICES
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, shapes_of, shown_of, statistics_settings
 from rlinf.runs.dry_run.footprint import control_footprints
@@ -137,6 +139,8 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
     options = config.policy_settings
     sizes = (shapes[name] for name in ("shapes", "action_size", "choices", "bounds"))
     policy = await asyncio.to_thread(fitted, options, *sizes)
+    if policy.get("gripper"):
+        _check_gripper(shapes["choices"], shapes["bounds"])
     if plan is not None and config.imitation.statistics is not None:
         with _input_errors("imitation"):
             policy |= await asyncio.to_thread(
@@ -175,6 +179,28 @@ async def learners_of(config: EmbodiedConfig, plan: RunPlan | None, simulators: 
         "trainer": Role(PolicyTrainer, {"seed": config.seed, **model, **settings}, memory["trainer"]),
         **worlds,
     }
+
+
+def _check_gripper(choices: tuple[int, ...] | None, bounds: tuple[Sequence[float], Sequence[float]]) -> None:
+    """Refuse a gripper that cannot be told to close, to stay and to open.
+
+    Args:
+        choices, bounds: of an action's numbers, as `EnvActor.shapes` has them.
+
+    Raises:
+        InputError: it cannot.
+    """
+    low, high = (bound[-1] for bound in bounds)
+    if choices is not None and choices[-1] != CHOICES:
+        fault = f"which is one of {choices[-1]} choices"
+    elif choices is None and not (math.isfinite(low) and math.isfinite(high)):
+        fault = f"which goes from {low:g} to {high:g}"
+    else:
+        return
+    raise InputError(
+        f"policy.settings.gripper: a gripper closes at the least, stays in the middle and opens at the greatest of the "
+        f"last number of an action, {fault}: remove it"
+    )
 
 
 def _worlds(config: EmbodiedConfig, shapes: Mapping[str, Any]) -> dict[str, Role]:

@@ -61,6 +61,9 @@ def test_help_about_such_a_file_lists_its_keys(capsys):
             r"dagger\.expert.*nobody can intervene",
         ),
         (["algorithm=dagger", "env.intervener=rlinf.envs.toy.expert", "dagger.beta=0.5"], r"dagger\.beta"),
+        (["algorithm=iql", "policy.settings.gripper=true"], r"policy\.settings\.gripper.*sac"),
+        (["algorithm=sac", "off_policy.gripper_penalty=0.1"], r"off_policy\.gripper_penalty.*gripper=true"),
+        (["algorithm=crossq", "off_policy.gripper_penalty=0.1"], r"off_policy\.gripper_penalty.*sac"),
     ],
 )
 def test_who_intervenes_must_teach_somebody(keys, named):

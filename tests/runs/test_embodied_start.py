@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import gymnasium
+import numpy as np
 import pytest
 import torch
+from gymnasium import spaces
 
 from rlinf.cli.commands import main
-from rlinf.config.load import InputError
+from rlinf.config.load import ConfigError, InputError
 from rlinf.data.demonstrations import read_demonstrations
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.models.language.lora import adapter_config, fold_saved, saved_names
@@ -40,6 +43,46 @@ def test_it_names_its_key(keys, said, tmp_path):
     with pytest.raises(InputError) as told:
         train(config)
     assert said in str(told.value)
+
+
+class Toys(gymnasium.Env):
+    """Shows two numbers, and does nothing."""
+
+    observation_space = spaces.Box(-1.0, 1.0, (2,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        return np.zeros(2, np.float32), {}
+
+    def step(self, action):
+        return np.zeros(2, np.float32), 0.0, False, False, {}
+
+
+class Unbounded(Toys):
+    action_space = spaces.Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class Pairs(Toys):
+    action_space = spaces.MultiDiscrete([3, 2])
+
+
+class Alone(Toys):
+    action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+
+for kind in (Unbounded, Pairs, Alone):
+    gymnasium.register(f"{kind.__name__}-v0", kind, max_episode_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [("Unbounded", "goes from -inf to inf"), ("Pairs", "one of 2 choices"), ("Alone", "action_size=1")],
+)
+def test_a_gripper_that_cannot_close_stay_and_open_is_refused(space, said, tmp_path):
+    keys = [f"env.options={{id: {__name__}:{space}-v0}}", "policy.settings={gripper: true}"]
+    run = ["env.simulator=rlinf.envs.gymnasium.Gymnasium", f"output_dir={tmp_path}"]
+    config = load_embodied(ROOT / "configs/embodied/toy_sac.yaml", [*run, *keys, "trials.episodes=0"])
+    with pytest.raises((ConfigError, InputError), match=f"gripper.*{said}"):
+        train(config)
 
 
 def with_three_numbers(observation, instructions=None):

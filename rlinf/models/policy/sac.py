@@ -8,6 +8,10 @@
 are an ensemble computed side by side, [M, N] for N rows, and stand under `critic`: they judge actions, and do not
 bootstrap episodes as other policies' values do, so `value_level` is null.
 
+A gripper is closed or opened, and half of that is nothing: with `gripper` the last number of an action is a choice,
+-1, 0 or 1, of which critics of its own say what each is worth (HIL-SERL, arXiv:2410.21845, section 3.2). It is the one
+worth most; the actor and the other critics have to do with the other numbers alone.
+
 `SoftPixelsPolicy` looks at pictures. The critics' convolutions are trained by the critics alone; the actor looks at
 what the convolutions give, and sends no gradient into them (SAC-AE, arXiv:1910.01741; DrQ, arXiv:2004.13649). Target
 critics have a copy of the convolutions.
@@ -187,6 +191,33 @@ class Trunk(nn.Sequential):
         super().__init__(linear(inputs, outputs, 1.0), nn.LayerNorm(outputs), nn.Tanh())
 
 
+CHOICES = 3
+"""Choices of a gripper: close, stay, open, which are -1, 0 and 1 in an action."""
+
+
+class StateCritics(nn.Module):
+    """An ensemble that looks at states, and one whose members say what each choice of a gripper is worth.
+
+    Args:
+        ensemble: looks at the state and the actions.
+        gripper: looks at the state, one member for each of `CHOICES`.
+    """
+
+    def __init__(self, ensemble: Ensemble, gripper: Ensemble):
+        super().__init__()
+        self.ensemble, self.gripper = ensemble, gripper
+
+    def forward(self, judged: Tensor, *, training: bool = False) -> Tensor:
+        """Value of each row by each critic, float32 [M, N]."""
+        values: Tensor = self.ensemble(judged, training=training)
+        return values
+
+    def choices(self, inputs: Stored) -> Tensor:
+        """Value of each choice of the gripper, float32 [CHOICES, N], from what the policy looks at."""
+        values: Tensor = self.gripper(inputs["state"])
+        return values
+
+
 class PictureCritics(nn.Module):
     """An ensemble that looks at pictures by way of convolutions of its own, which it trains.
 
@@ -194,11 +225,13 @@ class PictureCritics(nn.Module):
         eyes: the convolutions.
         features: numbers that a picture comes down to.
         ensemble: looks at these, the state and the actions.
+        gripper: looks at these and the state, one member for each of `CHOICES`; None: nothing is chosen.
     """
 
-    def __init__(self, eyes: Convolutions, features: int, ensemble: Ensemble):
+    def __init__(self, eyes: Convolutions, features: int, ensemble: Ensemble, gripper: Ensemble | None = None):
         super().__init__()
         self.eyes, self.trunk, self.ensemble = eyes, Trunk(eyes.size, features), ensemble
+        self.gripper = gripper
 
     def forward(self, judged: Stored, *, training: bool = False) -> Tensor:
         """Value of each row by each critic, float32 [M, N].
@@ -209,6 +242,13 @@ class PictureCritics(nn.Module):
         """
         features = self.trunk(self.eyes(judged["rgb"]))
         values: Tensor = self.ensemble(torch.cat([features, judged["rest"]], 1), training=training)
+        return values
+
+    def choices(self, inputs: Stored) -> Tensor:
+        """See `StateCritics.choices`."""
+        assert self.gripper is not None
+        features = self.trunk(self.eyes(inputs["rgb"]))
+        values: Tensor = self.gripper(torch.cat([features, inputs["state"]], 1) if "state" in inputs else features)
         return values
 
 
@@ -238,9 +278,17 @@ class SoftConfig(PolicyConfig):
     """Batch renormalisation of the critics' layers, for crossq alone."""
     log_std: float = 0.0
     """Logarithm of the first standard deviation, before tanh; with 0 actions are spread almost evenly."""
+    gripper: bool = False
+    """The last number of an action is a gripper's: close (-1), stay (0) or open (1), chosen by critics of its own."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
+        if self.gripper and (self.chunk != 1 or self.action_size < 2 or self.batch_norm):
+            raise ValueError(
+                f"policy soft: gripper=true needs a gripper behind other numbers of an action, decided one action at a "
+                f"time, with target critics, and action_size={self.action_size}, chunk={self.chunk}, batch_norm="
+                f"{self.batch_norm}: take gripper=false, or chunk=1 and algorithm=sac"
+            )
         if self.critics < 1 or not self.hidden or min(self.hidden) < 1:
             raise ValueError(
                 f"policy soft: critics={self.critics} and the widths hidden={list(self.hidden)} must be at least 1"
@@ -271,12 +319,18 @@ class SoftPolicy(Policy):
         """Make `actor` and `critic`."""
         if self.config.state_size < 1:
             raise ValueError(f"policy soft: state_size={self.config.state_size} must be at least 1")
-        self.actor = self._head(self.config.state_size)
-        self.critic: nn.Module = self._ensemble(self.config.state_size)
+        self.actor, ensemble = self._head(self.config.state_size), self._ensemble(self.config.state_size)
+        gripper = self._gripper(self.config.state_size)
+        self.critic: nn.Module = ensemble if gripper is None else StateCritics(ensemble, gripper)
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of an action that the actor decides: all but a gripper's choice."""
+        return int(self.config.action_size) - int(self.config.gripper)
 
     def _head(self, features: int) -> nn.Sequential:
         """Return a new network from features to means and spreads of all numbers of a chunk."""
-        numbers, (low, high) = self.config.chunk * self.config.action_size, _LOG_STD
+        numbers, (low, high) = self.config.chunk * self.numbers, _LOG_STD
         head = perceptron(features, self.config.hidden, 2 * numbers, gain=0.01, activation=nn.ReLU)
         last: Any = head[-1]
         with torch.no_grad():
@@ -286,17 +340,24 @@ class SoftPolicy(Policy):
     def _ensemble(self, features: int) -> Ensemble:
         """Critics of features and a chunk of actions."""
         config = self.config
-        inputs = features + config.chunk * config.action_size
+        inputs = features + config.chunk * self.numbers
         norms = {"layer_norm": config.layer_norm, "batch_norm": config.batch_norm}
         return Ensemble(config.critics, inputs, config.hidden, **norms)
+
+    def _gripper(self, features: int) -> Ensemble | None:
+        """Values of a gripper's choices; None without one."""
+        config = self.config
+        return Ensemble(CHOICES, features, config.hidden, layer_norm=config.layer_norm) if config.gripper else None
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """The state as it came."""
         return {"state": looked_at(observation, "state", (self.config.state_size,), "policy soft").float()}
 
     def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
-        """Numbers from which tanh makes the actions; actions are cut to +-0.999 first."""
-        return torch.atanh(actions.clamp(-_MOST, _MOST))
+        """Numbers from which tanh makes the actions, which are cut to +-0.999 first; of a gripper the nearest
+        choice."""
+        moves, choice = actions[..., : self.numbers], actions[..., self.numbers :]
+        return torch.cat([torch.atanh(moves.clamp(-_MOST, _MOST)), choice.clamp(-1.0, 1.0).round()], -1)
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
         """See `Policy.draw`; differentiable, by way of the actions too (reparametrised).
@@ -304,11 +365,19 @@ class SoftPolicy(Policy):
         Without noise it is tanh of the mean, as is usual: the median of what is drawn, and not quite the likeliest.
         """
         sample, logprobs = self.proposed(inputs, noise)
-        return Drawn(torch.tanh(sample), sample, logprobs, None)
+        actions = torch.tanh(sample)
+        if not self.config.gripper:
+            return Drawn(actions, sample, logprobs, None)
+        with torch.no_grad():
+            best = self.critic.choices(inputs).argmax(0) - 1  # type: ignore[operator]
+        choice = best.to(sample.dtype)[:, None, None]
+        sure = torch.zeros_like(choice)  # the best choice is always made
+        made, logprobs = torch.cat([sample, choice], -1), torch.cat([logprobs, sure], -1)
+        return Drawn(torch.cat([actions, choice], -1), made, logprobs, None)
 
     def proposed(self, inputs: Stored, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Actions for the critics to judge: u and its log-probs, [N, C, A] each; `draw` without the actions
-        themselves."""
+        """Actions for the critics to judge: u and its log-probs, [N, C, A] each, without a gripper's choice; `draw`
+        without the actions themselves."""
         mean, log_std = self._heads(inputs)
         sample = mean if noise is None else mean + log_std.exp() * normals(noise).view_as(mean)
         return sample, _log_density(sample, mean, log_std)
@@ -317,8 +386,21 @@ class SoftPolicy(Policy):
         """Features that `actor` looks at, float32 [N, ...]."""
         return inputs["state"]
 
+    @property
+    def randomness(self) -> int:
+        """See `Policy.randomness`: a gripper's choice is not drawn."""
+        return int(self.config.chunk) * self.numbers
+
     def score(self, stored: Stored) -> Evaluated:
-        """See `Policy.score`. The entropy, H(N) + E log(1 - tanh(u)^2), is integrated by Gauss and Hermite's rule."""
+        """See `Policy.score`. The entropy, H(N) + E log(1 - tanh(u)^2), is integrated by Gauss and Hermite's rule.
+
+        Raises:
+            ValueError: a gripper's choice has no likelihood.
+        """
+        if self.config.gripper:
+            raise ValueError(
+                "policy soft: gripper=true is for algorithm: sac: what values choose has no likelihood to learn by"
+            )
         mean, log_std = self._heads(stored)
         places = mean[..., None] + log_std.exp()[..., None] * self.nodes
         entropy = log_std + (0.5 + _HALF_LOG_TAU) + (_log_slope(places) * self.shares).sum(-1)
@@ -333,19 +415,23 @@ class SoftPolicy(Policy):
 
         Args:
             inputs: of `inputs`, N rows.
-            sample: actions before tanh, [N, C, A].
+            sample: actions before tanh, [N, C, A], with or without a gripper's choice.
 
         Returns:
-            float32 [N, S + C x A]; of other policies whatever their critics take.
+            float32 [N, S + C x A], A without the gripper; of other policies whatever their critics take.
         """
-        return torch.cat([inputs["state"], torch.tanh(sample).flatten(1)], 1)
+        return torch.cat([inputs["state"], self._moves(sample)], 1)
+
+    def _moves(self, sample: Tensor) -> Tensor:
+        """Actions without a gripper's choice, one behind the other, [N, C x A]."""
+        return torch.tanh(sample[..., : self.numbers]).flatten(1)
 
     def _heads(self, inputs: Stored) -> tuple[Tensor, Tensor]:
         """Means and logarithms of standard deviations, [N, C, A] each; the same operations for drawing and scoring."""
         mean, spread = self.actor(self.features(inputs)).chunk(2, -1)
         low, high = _LOG_STD
         log_std = low + 0.5 * (high - low) * (torch.tanh(spread) + 1.0)  # bounded, with a slope everywhere
-        shape = (-1, self.config.chunk, self.config.action_size)
+        shape = (-1, self.config.chunk, self.numbers)
         return mean.view(shape), log_std.view(shape)
 
 
@@ -393,7 +479,8 @@ class SoftPixelsPolicy(SoftPolicy):
         features = config.picture_features + config.state_size
         self.trunk = Trunk(eyes.size, config.picture_features)
         self.actor = self._head(features)
-        self.critic: nn.Module = PictureCritics(eyes, config.picture_features, self._ensemble(features))
+        critics = self._ensemble(features), self._gripper(features)
+        self.critic: nn.Module = PictureCritics(eyes, config.picture_features, *critics)
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """Pictures as bytes; the state as it came."""
@@ -411,7 +498,7 @@ class SoftPixelsPolicy(SoftPolicy):
 
     def judged(self, inputs: Stored, sample: Tensor) -> Stored:
         """ "rgb", uint8 [N, H, W, 3 k], and "rest", the state and the actions, float32 [N, S + C x A]."""
-        actions = torch.tanh(sample).flatten(1)
+        actions = self._moves(sample)
         rest = torch.cat([inputs["state"], actions], 1) if self.config.state_size else actions
         return {"rgb": inputs["rgb"], "rest": rest}
 
@@ -431,6 +518,8 @@ class SteeredConfig(SoftConfig):
         SoftConfig.__post_init__(self)
         if not self.reach > 0.0:
             raise ValueError(f"policy steered: reach={self.reach} must be more than 0")
+        if self.gripper:
+            raise ValueError("policy steered: gripper=true: the frozen policy moves the gripper; take gripper=false")
 
 
 class SteeredPolicy(SoftPolicy):

@@ -477,7 +477,9 @@ def _too_large(config: EmbodiedConfig, policy: Policy, placed: Placed | None) ->
 
 
 def _smallest(settings: Mapping[str, Any], numbers: int, config: EmbodiedConfig) -> dict[str, Any]:
-    """A configuration fitted to an environment of the smallest sizes, whose actions have so many numbers."""
+    """A configuration fitted to an environment of the smallest sizes, whose actions have so many numbers; a gripper is
+    behind another one."""
+    numbers = max(numbers, 2) if settings.get("gripper") is True else numbers
     bounds, frames = ((-1.0,) * numbers, (1.0,) * numbers), max(config.env.frame_stack, config.imitation.frame_stack)
     shapes = {"state": (frames,), "rgb": (_side(settings),) * 2 + (3 * frames,)}
     return fitted(settings, shapes, numbers, bounds=bounds)

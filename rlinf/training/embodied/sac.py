@@ -79,10 +79,15 @@ class SacLearner:
             )
         if self.targets and policy.config.batch_norm:
             raise ValueError("soft actor-critic: policy.settings.batch_norm is for algorithm: crossq alone")
+        if settings.gripper_penalty and not policy.config.gripper:
+            raise ValueError(
+                f"soft actor-critic: gripper_penalty={settings.gripper_penalty} is for a policy that chooses what its "
+                "gripper does: set policy.settings.gripper=true"
+            )
         self.policy, self.settings, self._mesh = policy, settings, mesh
         self.module = SacModule(policy, settings.alpha, targets=self.targets)
         self._actor, self._critic, self._alpha = policy.without_critic(), policy.of_critic(), [self.module.log_alpha]
-        numbers = policy.config.chunk * policy.config.action_size
+        numbers = policy.config.chunk * policy.numbers
         self._entropy = -float(numbers) if settings.target_entropy is None else settings.target_entropy
         parts = ((self._actor, None), (self._critic, settings.critic_lr), (self._alpha, settings.alpha_lr))
         self.optimizer = optimizer_of(settings, *parts)
@@ -159,7 +164,27 @@ class SacLearner:
 
     def _critic_loss(self, mine: Rows, noise: Tensor, mask: Tensor, generator: torch.Generator) -> LossSum:
         values = self.policy.critic(self.policy.judged(inputs_of(mine, "seen."), mine["actions"]))
-        return critic_losses.critics(values, self.target(mine, noise, generator), mask)
+        loss = critic_losses.critics(values, self.target(mine, noise, generator), mask)
+        return loss.plus(self._gripper_loss(mine, mask)) if self.policy.config.gripper else loss
+
+    def _gripper_loss(self, mine: Rows, mask: Tensor) -> LossSum:
+        """The loss of the gripper's values, whose reward is less by the penalty where it was told to move."""
+        settings = self.settings
+        critic: Any = self.policy.critic
+        target: Any = self.module.target
+        choice = mine["actions"][:, 0, -1]  # -1, 0 or 1
+        with torch.no_grad():
+            following = inputs_of(mine, "following.")
+            best = critic.choices(following).argmax(0, keepdim=True)
+            ahead = target.choices(following).gather(0, best)[0]
+        return critic_losses.choices(
+            critic.choices(inputs_of(mine, "seen.")),
+            choice.long() + 1,
+            rewards_of(mine, settings.gamma) - settings.gripper_penalty * choice.abs(),
+            ahead,
+            mask,
+            discount=settings.gamma ** mine["steps"] * ~mine["terminated"],
+        )
 
     def _actor_step(self, inputs: Stored, noise: Tensor, mask: Tensor) -> LossSum:
         actions, numbers = self.policy.proposed(inputs, noise)
@@ -238,8 +263,8 @@ class IqlLearner:
     Settings = IqlSettings
 
     def __init__(self, policy: SoftPolicy, settings: IqlSettings, mesh: DeviceMesh | None = None):
-        if type(policy) is not SoftPolicy or policy.config.batch_norm:
-            raise ValueError("iql: it learns from states: take policy.type=soft, without batch_norm")
+        if type(policy) is not SoftPolicy or policy.config.batch_norm or policy.config.gripper:
+            raise ValueError("iql: it learns from states: take policy.type=soft, without batch_norm and gripper")
         self.policy, self.settings, self._mesh = policy, settings, mesh
         self.module = IqlModule(policy)
         self._actor, self._critic = policy.without_critic(), policy.of_critic()

@@ -16,14 +16,14 @@ def pictures(count, seed=0):
     return torch.randint(0, 256, (count, 8, 8, 3), generator=random, dtype=torch.uint8)
 
 
-def batch(count, state=False):
+def batch(count, state=False, gripper=False):
     random = torch.Generator().manual_seed(1)
     rows = {"seen.rgb": pictures(count), "following.rgb": pictures(count, 2)}
     if state:
         rows |= {f"{when}.state": torch.randn(count, 2, generator=random) for when in ("seen", "following")}
     return {
         **rows,
-        "actions": torch.randn(count, 1, 1, generator=random),
+        "actions": torch.cat([torch.randn(count, 1, 1, generator=random), torch.ones(count, 1, int(gripper))], -1),
         "rewards": torch.randn(count, 1, generator=random),
         "steps": torch.ones(count, dtype=torch.int64),
         "terminated": torch.zeros(count, dtype=torch.bool),
@@ -38,17 +38,20 @@ def test_the_actor_sends_no_gradient_into_the_convolutions():
     assert all(each.grad is not None for each in policy.trunk.parameters())
 
 
-@pytest.mark.parametrize("state", [False, True])
-def test_the_critics_alone_train_the_convolutions_and_targets_have_their_own(state):
-    policy = build_policy_model({**PIXELS, "state_size": 2 if state else 0})
+@pytest.mark.parametrize(("state", "gripper"), [(False, False), (True, False), (False, True), (True, True)])
+def test_the_critics_alone_train_the_convolutions_and_targets_have_their_own(state, gripper):
+    sizes = {"state_size": 2 if state else 0, "gripper": gripper, "action_size": 1 + gripper}
+    policy = build_policy_model({**PIXELS, **sizes})
     learner = SacLearner(policy, SacSettings(lr=1e-2, critic_lr=1e-2, tau=0.5, shift=1))
     before = {name: tensor.clone() for name, tensor in learner.module.state_dict().items()}
-    learner.learn(batch(8, state), seed=0)
+    learner.learn(batch(8, state, gripper), seed=0)
     after = learner.module.state_dict()
     moved = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     assert any(name.startswith("policy.critic.eyes") for name in moved)
     assert any(name.startswith("target.eyes") for name in moved)
     assert any(name.startswith("policy.trunk") for name in moved)
+    for part in ("policy.critic.gripper", "target.gripper"):
+        assert any(name.startswith(part) for name in moved) == gripper
     name = "critic.eyes.layers.0.weight"
     middle = (before[f"policy.{name}"] + after[f"policy.{name}"]) / 2
     torch.testing.assert_close(after["target.eyes.layers.0.weight"], middle)

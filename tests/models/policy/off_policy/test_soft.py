@@ -100,9 +100,37 @@ def test_it_is_saved_and_made_again(policy, tmp_path):
     assert all(torch.equal(mine, again.state_dict()[name]) for name, mine in policy.state_dict().items())
 
 
+def test_a_gripper_does_what_is_worth_most_and_all_else_is_drawn_without_it():
+    made = build_policy_model({**SOFT, "chunk": 1, "gripper": True})
+    act = made.act(states(40), generator=torch.arange(40))
+    best = made.critic.choices(states(40)).argmax(0) - 1
+    assert torch.equal(act.actions[:, 0, -1], best.float())
+    assert len(best.unique()) > 1  # or it would say little
+    assert torch.equal(act.stored["actions"][:, 0, -1], best.float())
+    alone = build_policy_model({**SOFT, "chunk": 1, "action_size": 1})
+    alone.actor.load_state_dict(made.actor.state_dict())
+    drawn = alone.act(states(40), generator=torch.arange(40))
+    assert torch.equal(act.actions[..., :1], drawn.actions)
+    assert torch.equal(act.logprobs, drawn.logprobs)
+
+
+def test_what_somebody_did_with_a_gripper_is_the_nearest_of_its_choices():
+    made = build_policy_model({**SOFT, "chunk": 1, "gripper": True})
+    actions = torch.tensor([[[0.5, number]] for number in (-1.0, -0.6, -0.4, 0.0, 0.4, 0.6, 1.0)])
+    encoded = made.demonstrated(states(7), actions)["actions"]
+    assert encoded[:, 0, 1].tolist() == [-1, -1, 0, 0, 0, 1, 1]
+    torch.testing.assert_close(torch.tanh(encoded[..., :1]), actions[..., :1])
+    with pytest.raises(ValueError, match="no likelihood"):
+        made.imitate({**states(7), "actions": encoded})
+
+
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
+        ({"gripper": True}, "chunk=2"),
+        ({"gripper": True, "chunk": 1, "action_size": 1}, "action_size=1"),
+        ({"gripper": True, "chunk": 1, "batch_norm": True}, "batch_norm=True"),
+        ({"gripper": True, "chunk": 1, "type": "steered", "base": "x"}, "steered: gripper=true"),
         ({"value_level": "chunk"}, r"value_level.*null"),
         ({"critics": 0}, "critics=0"),
         ({"log_std": 3.0}, "-5 and 2"),

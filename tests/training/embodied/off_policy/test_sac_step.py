@@ -130,8 +130,96 @@ def test_a_loss_that_is_no_number_changes_nothing():
     assert all(torch.equal(tensor, before[name]) for name, tensor in made.module.state_dict().items())
 
 
+GRIPPER = {"gripper": True, "action_size": 2}
+
+
+def with_gripper(count, *, steps=1, seed=0):
+    """Transitions in which a gripper closed, stayed or opened."""
+    random = torch.Generator().manual_seed(seed)
+    chosen = torch.randint(-1, 2, (count, 1, 1), generator=random)
+    moves = torch.randn(count, 1, 1, generator=random)
+    rewards = torch.randn(count, steps, generator=random)
+    batch = {**transition(count, seed=seed), "actions": torch.cat([moves, chosen], -1), "rewards": rewards}
+    return {**batch, "steps": torch.randint(1, steps + 1, (count,), generator=random)}
+
+
+def written_down(learner, batch, gamma, penalty):
+    """The loss of a gripper's values, transition by transition, in float64."""
+
+    def value(critic, state, choice):
+        x, layers = state.double(), list(zip(critic.gripper.weights, critic.gripper.offsets, strict=True))
+        for number, (weight, offset) in enumerate(layers):
+            x = torch.clamp(x, min=0.0) if number else x
+            x = x @ weight.detach()[choice].double() + offset.detach()[choice, 0].double()
+        return float(x)
+
+    online, target, errors = learner.policy.critic, learner.module.target, []
+    for row in range(len(batch["steps"])):
+        steps, choice = int(batch["steps"][row]), int(batch["actions"][row, 0, -1])
+        following = batch["following.state"][row]
+        best = max(range(3), key=lambda other, at=following: value(online, at, other))
+        y = sum(gamma**step * float(reward) for step, reward in enumerate(batch["rewards"][row]))
+        y -= penalty if choice else 0.0
+        y += 0.0 if batch["terminated"][row] else gamma**steps * value(target, following, best)
+        errors.append((value(online, batch["seen.state"][row], choice + 1) - y) ** 2)
+    return sum(errors) / len(errors)
+
+
+def test_the_loss_of_a_gripper_is_double_q_learnings_written_down():
+    made = learner(GRIPPER, gamma=0.7, gripper_penalty=0.3)
+    random = torch.Generator().manual_seed(3)
+    with torch.no_grad():  # otherwise the trained and the target critics think the same best
+        for parameter in made.module.target.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=random))
+    batch = with_gripper(24, steps=3)
+    batch["terminated"] = torch.arange(24) % 4 == 0
+    found = made._gripper_loss(batch, torch.ones(24))
+    assert float(found.mean().detach()) == pytest.approx(written_down(made, batch, 0.7, 0.3), rel=1e-5)
+
+
+def test_critics_and_actor_do_not_depend_on_what_the_gripper_does():
+    def learned(choice):
+        made, batch = learner(GRIPPER), with_gripper(8)
+        batch["actions"][..., -1] = choice
+        made.learn(batch, seed=0)
+        state = made.module.state_dict()
+        return {name: tensor for name, tensor in state.items() if ".gripper." not in name}
+
+    closed, opened = learned(-1.0), learned(1.0)
+    assert all(torch.equal(tensor, opened[name]) for name, tensor in closed.items())
+
+
+@pytest.mark.parametrize("penalty", [0.1, 0.5])
+def test_a_gripper_learns_when_to_close_and_when_to_open(penalty):
+    # In state 0 closing takes hold, state 1, where opening earns 1 and is the end; all else changes nothing.
+    gamma, worth = 0.8, torch.zeros(2, 3, dtype=torch.float64)
+    for _ in range(60):  # of value iteration
+        grip, hold = worth.max(1).values.tolist()
+        ahead = [[hold, grip, grip], [hold, hold, 1.0 / gamma]]
+        cost = [[penalty, 0.0, penalty]] * 2
+        worth = gamma * torch.tensor(ahead, dtype=torch.float64) - torch.tensor(cost, dtype=torch.float64)
+    made = learner({**GRIPPER, "hidden": [32]}, lr=1e-2, gamma=gamma, tau=0.1, gripper_penalty=penalty)
+    for seed in range(250):
+        batch = with_gripper(64, seed=seed)
+        held, chosen = torch.rand(64, generator=torch.Generator().manual_seed(seed)) < 0.5, batch["actions"][:, 0, -1]
+        over = held & (chosen == 1)
+        batch |= {"seen.state": held[:, None].float(), "following.state": (held | (chosen == -1))[:, None].float()}
+        made.learn({**batch, "rewards": over[:, None].float(), "terminated": over}, seed, actor=False)
+    states = torch.tensor([[0.0], [1.0]])
+    found = made.policy.critic.choices({"state": states}).detach().T
+    torch.testing.assert_close(found.double(), worth, rtol=0.0, atol=0.05)
+    acted = made.policy.act({"state": states}, generator=torch.Generator().manual_seed(0)).actions[:, 0, -1]
+    assert acted.tolist() == (worth.argmax(1) - 1).tolist() == [-1 if penalty < 0.4 else 0, 1]
+
+
 @pytest.mark.parametrize(
-    ("settings", "text"), [({"gamma": 1.5}, "gamma=1.5"), ({"alpha": 0.0}, "alpha=0"), ({"subset": 3}, "subset=3")]
+    ("settings", "text"),
+    [
+        ({"gamma": 1.5}, "gamma=1.5"),
+        ({"alpha": 0.0}, "alpha=0"),
+        ({"subset": 3}, "subset=3"),
+        ({"gripper_penalty": 0.1}, "gripper=true"),
+    ],
 )
 def test_a_bad_setting_is_named(settings, text):
     with pytest.raises(ValueError, match=text):

@@ -300,26 +300,15 @@ class AsyncReplicas:
         async with nullcontext() if lease is None else lease.computing():
             while (command := await lead.work_take(gang, trainer.rank, steps, rounds, result)) is not None:
                 rounds += 1
-                result = await compute(self._carry_out, handler, await here(command))
+                result = await compute(carry_out, handler, await here(command), trainer.device)
                 added |= not isinstance(command, Forward)
         return rounds + 1, added
-
-    def _carry_out(self, handler: CommandHandler, command: Command) -> Any:
-        """Compute a round for this rank; what rank 0 is to know of it. Blocking."""
-        if isinstance(command, Forward):
-            return handler.score(command).float().cpu().numpy()
-        assert isinstance(command, ForwardBackward)
-        device = self._trainer.device
-        columns = {name: torch.as_tensor(each, device=device) for name, each in command.cached_columns.items()}
-        mine = replace(command, cached_columns=columns)
-        handler.learn(mine, again=command.again)
-        return {name: column.cpu().numpy() for name, column in mine.cached_columns.items()} if command.keep else {}
 
     async def _step(self, handler: CommandHandler, point: SyncPoint, idle: bool) -> None:
         """Take an optimizer step; ranks that computed nothing since the last bring gradients of 0."""
         assert point.step is not None
         if idle and point.empty_batch is not None:
-            await self._trainer.computed(self._carry_out, handler, point.empty_batch)
+            await self._trainer.computed(carry_out, handler, point.empty_batch, self._trainer.device)
         await handler.step(point.step)
 
     # On rank 0, for all ranks --------------------------------------------------------------------------------------
@@ -338,6 +327,17 @@ class AsyncReplicas:
         """See `WorkQueue.take`."""
         queue = self.queues.get(gang)
         return None if queue is None else queue.take(rank, steps, rounds, result)
+
+
+def carry_out(handler: CommandHandler, command: Command, device: torch.device) -> Any:
+    """Compute a command; what rank 0 is to know of it. Blocking."""
+    if isinstance(command, Forward):
+        return handler.score(command).float().cpu().numpy()
+    assert isinstance(command, ForwardBackward)
+    columns = {name: torch.as_tensor(each, device=device) for name, each in command.cached_columns.items()}
+    mine = replace(command, cached_columns=columns)
+    handler.learn(mine, again=command.again)
+    return {name: column.cpu().numpy() for name, column in mine.cached_columns.items()} if command.keep else {}
 
 
 async def _granted(lease: DeviceLease, drained: Awaitable[None]) -> bool:

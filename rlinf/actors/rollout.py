@@ -44,6 +44,7 @@ from rlinf.engines.base import (
 )
 from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.pool import Pool
+from rlinf.joining.door import listens_at
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
@@ -545,12 +546,6 @@ async def engine_for(
         **more,
     )
     return await make(settings.engine, setup, settings.engine_args)
-
-
-def listens_at(join: str) -> str:
-    """The "host:port" that `rollout.join` stands for on this machine."""
-    host, _, port = join.rpartition(":")
-    return f"{outward_address()}:{port}" if host == "auto" else join
 
 
 def absent_for(limit: Limits, settings: RolloutSettings) -> Engine:

@@ -43,7 +43,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rlinf.actors.async_replicas import AsyncReplicas, SyncPoint
+from rlinf.actors.async_replicas import AsyncReplicas, SyncPoint, carry_out
 from rlinf.actors.base import BaseTrainer
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.sample import Group
@@ -60,6 +60,7 @@ from rlinf.runtime.base.tasks import finish
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import BackEnd, Optimization, back_end_of
 from rlinf.training.checkpoint import HostCopy, Restored, Source, StateCopy
+from rlinf.training.optimizer import Sums
 from rlinf.training.schedule import (
     Command,
     CommandHandler,
@@ -293,6 +294,31 @@ class TextTrainer(BaseTrainer):
             if self.rank == 0:  # the others leave it to rank 0, which has the batch
                 raise error if explain is None else await explain(error, handler.version) from None
         return handler.steps
+
+    @endpoint(device=True)
+    async def sums(self, command: ForwardBackward | Forward, version: int) -> tuple[Sums, Any]:
+        """Compute, in a replica that joined, a micro-batch by itself: its sums, and what is to be known of it.
+
+        Args:
+            command: the micro-batch.
+            version: of the weights, which are there.
+        """
+        return await self.computed(self._sums, command, version)
+
+    def _sums(self, command: ForwardBackward | Forward, version: int) -> tuple[Sums, Any]:
+        learner: Any = self._learner  # fsdp's: replicas of others are refused
+        self.version = version
+        learner.begin()
+        result = carry_out(_Handler(self, learner), command, self.device)
+        sums = learner.hand_over()
+        loss = None if sums.loss is None else sums.loss.to(torch.device("cpu"))
+        return Sums(sums.gradients, loss), result
+
+    @endpoint(device=True)
+    async def overwrite(self, weights: Weights) -> None:
+        """Take over, in a replica that joined, weights as the trainer has them."""
+        back: Any = self._back  # fsdp's
+        await self.computed(lambda: back.overwrite(dict(weights.named())))
 
     @endpoint
     async def work_next(self, gang: Gang, rank: int, steps: int, rounds: int) -> tuple[SyncPoint | None, int]:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rlinf.actors.base import configured
+from rlinf.actors.replicas.joined import JoinedReplicas
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
@@ -30,6 +31,7 @@ from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
+from rlinf.joining.door import listens_at
 from rlinf.models.distillation import TeacherHead
 from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
 from rlinf.models.language.fsdp import dtype_of
@@ -42,6 +44,7 @@ from rlinf.runtime.streams.handles import Holding
 from rlinf.runtime.streams.stream import Stream
 from rlinf.training.backend import Optimization
 from rlinf.training.batch_metrics import describe, rescue, show_samples, taken_steps
+from rlinf.training.checkpoint import Restored, Source
 from rlinf.training.fsdp import FsdpBackEnd, ModelPass
 from rlinf.training.optimizer import Adam
 from rlinf.training.policy import (
@@ -148,6 +151,38 @@ class Trainer(TextTrainer):
             raise ValueError(f"agent.own_weights: adapters of single agents need {problem}")
         self._batch: tuple[Sequence[Group], Sequence[float | np.ndarray]] | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
+        if settings.join is not None:
+            away = replace(settings, join=None, lends=False, rescue_dir=None)
+            same = {"algorithm": self._spec, "chat_template": chat_template, "seed": seed, "lora": lora}
+            await self._open_door({"model": model, "tokenizer": tokenizer, "settings": away, "freeze": freeze, **same})
+
+    async def _open_door(self, made_of: Mapping[str, Any]) -> None:
+        """Let replicas join.
+
+        Raises:
+            ValueError: a trainer that they cannot help.
+            UserError: it cannot listen there.
+        """
+        settings = self._settings
+        if not isinstance(self._back, FsdpBackEnd) or self.world_size > 1 or self._adapter_of:
+            raise ValueError(
+                f"trainer.join={settings.join}: replicas join a trainer of one process, with trainer.backend=fsdp and "
+                f"without agent.own_weights; this one has {self.world_size}: set placement.trainer to one device, or "
+                "leave trainer.join out"
+            )
+        self._runner = joined = JoinedReplicas(self, self._back, made_of)
+        await joined.listen(listens_at(str(settings.join)), settings.rescue_dir)
+
+    async def close(self) -> None:
+        """End with replicas that joined."""
+        if isinstance(self._runner, JoinedReplicas):
+            await self._runner.close()
+
+    def _take(self, source: Path | Source) -> Restored:
+        restored = super()._take(source)
+        if isinstance(self._runner, JoinedReplicas):
+            self._runner.changed()
+        return restored
 
     def _take_heads(self, part: Divergence, settings: TrainerSettings) -> None:
         """Have the model compute divergences from teachers' distributions.

@@ -16,7 +16,7 @@ Everything is float32 (float64 stays).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Self
 
@@ -75,6 +75,11 @@ class LossSum:
     def detach(self) -> LossSum:
         """These sums without the graph that made them, to keep while further micro-batches come."""
         return LossSum(self.total.detach(), self.weight, self.metrics)
+
+    def to(self, device: torch.device) -> LossSum:
+        """These sums on a device."""
+        metrics = {name: _moved(metric, device) for name, metric in self.metrics.items()}
+        return LossSum(self.total.to(device), self.weight.to(device), metrics)
 
     def zeros_like(self) -> LossSum:
         """Sums of the same names that add nothing: of a rank that computed the same tokens as another."""
@@ -233,6 +238,12 @@ class MetricGroup:
 
 
 Metric = Mean | Max | Explained | EffectiveSize | MetricGroup
+
+
+def _moved(metric: Metric, device: torch.device) -> Metric:
+    parts = {each.name: getattr(metric, each.name) for each in fields(metric)}
+    there = {name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)}
+    return replace(metric, **there)  # type: ignore[arg-type]  # of each kind its own
 
 
 def _join(a: Metric, b: Metric) -> Metric:

@@ -4,11 +4,11 @@
 
 In: directories of runs, or of directories of runs, live or over. Out: the address of a page, which stays until Ctrl-C.
 
-    rlinf join ADDRESS --role rollout
+    rlinf join ADDRESS --role rollout|trainer
 
-One more engine for a run that goes on, until that ends or this process is told to leave. In: HOST:PORT, where the run
-listens (`rollout.join`), or its directory, where it leaves that and the token. Out: exit code 0, or 1 if the run is
-gone or the engine failed.
+One more engine, or replica of the trainer, for a run that goes on, until that ends or this process is told to leave.
+In: HOST:PORT, where the run listens (`rollout.join`, `trainer.join`), or its directory, where it leaves that and the
+token. Out: exit code 0, or 1 if the run is gone or the engine or replica failed.
 
     rlinf serve --config FILE [key=value ...]
 
@@ -36,7 +36,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,6 +58,7 @@ from rlinf.storage.files import read_lines
 
 if TYPE_CHECKING:
     from rlinf.data.ledger import Balance, Held
+    from rlinf.joining.connection import Connection
     from rlinf.runtime.system.system import ActorSystem
 
 _BEHIND = 10
@@ -176,19 +177,21 @@ HELD = "in_flight.json"
 """File of a checkpoint with the samples that are in flight."""
 
 
+_ROLES = "what it does there: rollout generates, trainer computes gradients"
+
+
 def join(arguments: Sequence[str]) -> int:
     """Serve a run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="rlinf join", description="One more engine for a run that goes on.")
+    parser = argparse.ArgumentParser(prog="rlinf join", description="Help a run that goes on.")
     parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or the directory of the run")
-    parser.add_argument("--role", choices=("rollout",), required=True, help="what it does there: rollout generates")
+    parser.add_argument("--role", choices=tuple(FILES), required=True, help=_ROLES)
     options = parser.parse_args(list(arguments))
     where, token = _job_at(options.address, options.role)
     look_in_working_directory()
     gc.disable()  # while much is imported and little dropped
     import torch
 
-    from rlinf.actors.rollout import joining_engine
-    from rlinf.engines.pool.far_side import serve as serve_job
+    serve_job = _server_of(options.role)
     from rlinf.joining.connection import connect
     from rlinf.joining.door import Sent
 
@@ -208,10 +211,7 @@ def join(arguments: Sequence[str]) -> int:
                 raise InputError(f"rlinf join {where}: {error or 'nobody answers'}") from None
             try:
                 return await serve_job(
-                    connection,
-                    partial(joining_engine, f"engine that joined {where}"),
-                    partial(print, f"joined {where} as {options.role}", flush=True),
-                    leave,
+                    connection, partial(print, f"joined {where} as {options.role}", flush=True), leave
                 )
             except Sent as elsewhere:
                 where = str(elsewhere)
@@ -220,6 +220,19 @@ def join(arguments: Sequence[str]) -> int:
 
     print(asyncio.run(main(where)))
     return 0
+
+
+def _server_of(role: str) -> Callable[[Connection, Callable[[], Any], asyncio.Event], Coroutine[Any, Any, str]]:
+    """Function by which a process of a role works for a job that it has joined."""
+    if role == "trainer":
+        from rlinf.actors.replicas.far_side import replicate
+        from rlinf.actors.trainer import Trainer
+
+        return lambda connection, ready, leave: replicate(connection, Trainer, ready, leave)
+    from rlinf.actors.rollout import joining_engine
+    from rlinf.engines.pool.far_side import serve
+
+    return lambda connection, ready, leave: serve(connection, partial(joining_engine, "engine"), ready, leave)
 
 
 def _parts(address: str) -> tuple[str, int]:

@@ -23,6 +23,13 @@ Place = Annotated[str, AfterValidator(directory_of)]
 read, and a GGUF file the directory with what it holds, so that whatever opens it need not know of it."""
 
 
+def join_mistake(join: str | None, role: str) -> Iterator[tuple[str, str]]:
+    """(key, advice) if that is no place where others can join a role."""
+    host, _, port = (join or ":0").rpartition(":")
+    if join is not None and not (host and port.isdigit() and int(port) < 1 << 16):
+        yield "join", f"write HOST:PORT, an address of the machine of {role} rank 0 and a port, or 0 for any"
+
+
 @dataclass(config=CLOSED)
 class CheckpointConfig:
     """When a checkpoint is written: the model for `from_pretrained`, and all that is needed to go on."""

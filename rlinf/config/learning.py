@@ -16,7 +16,7 @@ from annotated_types import Ge, Lt
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from rlinf.config.common import Delta, MetricsConfig, Place
+from rlinf.config.common import Delta, MetricsConfig, Place, join_mistake
 from rlinf.config.importing import mistake_in
 from rlinf.config.schema import CLOSED
 
@@ -402,8 +402,14 @@ class TrainerConfig(ForwardConfig):
     """In a mixture of experts, compute on the experts that the engine chose for each token, with the gate's weights of
     now: docs/models.md. `auto` does where the engine tells them; true is an error where it does not."""
 
+    join: str | None = None
+    """HOST:PORT at which replicas of the trainer may join the run while it goes on, `rlinf join ADDRESS --role
+    trainer`, as `rollout.join` for engines: they compute gradients of micro-batches, and may leave or be lost in the
+    middle of a step. For a trainer of one process; see docs/multi-node.md. null lets nobody in."""
+
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""
+        yield from join_mistake(self.join, "trainer")
         if self.backend not in BACK_ENDS and (advice := mistake_in(self.backend)) is not None:
             yield "backend", f"{advice}; or take {' or '.join(BACK_ENDS)}"
         if self.attention == "flash" and not any(map(find_spec, ("flash_attn", "flash_attn_interface"))):

@@ -22,6 +22,7 @@ from rlinf.config.common import (
     Place,
     PlacementConfig,
     best_mistakes,
+    join_mistake,
 )
 from rlinf.config.importing import looks_local, mistake_in, shipped_file
 from rlinf.config.learning import (
@@ -291,9 +292,7 @@ class RolloutConfig:
         """(key, advice) for every mistake in it."""
         if "" in self.stop:
             yield "stop", "an empty text would end every answer before it begins; remove it"
-        host, _, port = (self.join or ":0").rpartition(":")
-        if self.join is not None and not (host and port.isdigit() and int(port) < 1 << 16):
-            yield "join", "write HOST:PORT, an address of the machine of rollout rank 0 and a port, or 0 for any"
+        yield from join_mistake(self.join, "rollout")
         if self.join is None and not self.own_engine:
             yield "own_engine", "then engines have to join: say where, by rollout.join=HOST:PORT; port 0 takes any"
 
@@ -531,6 +530,7 @@ class RunConfig(CommonConfig):
         if self.reward_model.path is None and self.reward.function is None and not self.reward.parts:
             yield "reward.function", "nothing scores: name a function, or a model in reward_model.path"
         yield from self._optimizer_mistakes()
+        yield from self._joining_mistakes()
         yield from self._experts_mistakes()
         yield from self._reference_mistakes()
         for key, wanted in (("agent.past.size", self.agent.past.size), ("agent.own_weights", self.agent.own_weights)):
@@ -573,6 +573,22 @@ class RunConfig(CommonConfig):
                 "Muon needs whole matrices, or slices of them by rows: take adamw, or trainer.backend=fsdp with "
                 "parallel.tensor=1 and parallel.expert=1",
             )
+
+    def _joining_mistakes(self) -> Iterator[tuple[str, str]]:
+        """Trainers that replicas are to join, and cannot."""
+        trainer = self.trainer
+        if trainer.join is None:
+            return
+        if self.algorithm.name in SUPERVISED:
+            yield "trainer.join", f"algorithm {self.algorithm.name} takes no replicas yet: leave it out"
+        for key, right, value in (
+            ("trainer.backend", trainer.backend == "fsdp", "fsdp"),
+            ("trainer.order", trainer.order != "free", "prompt or arrival"),
+            ("trainer.parallel", trainer.parallel.copy == trainer.parallel.expert == 1, "one process for a copy"),
+            ("agent.own_weights", not self.agent.own_weights, "none"),
+        ):
+            if not right:
+                yield key, f"replicas that join (trainer.join) need {value}"
 
     def _experts_mistakes(self) -> Iterator[tuple[str, str]]:
         """Keys that ask for experts where the model has none, or engine or back end cannot replay their routes."""

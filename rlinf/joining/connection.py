@@ -105,6 +105,7 @@ class Connection:
         self._reader, self._writer = reader, writer
         self._messages: deque[bytes] = deque()
         self._pieces: Iterator[bytes | memoryview] = iter(())  # of the weights that are leaving
+        self._behind: deque[Iterator[bytes | memoryview]] = deque()  # of those that leave after them
         self._news = asyncio.Event()
         self._assembly: Assembly | None = None
         self._closing = False
@@ -127,12 +128,20 @@ class Connection:
         self._messages.append(pickle.dumps(message, 5))
         self._news.set()
 
-    def send_weights(self, number: int, weights: Weights) -> None:
+    def send_weights(self, number: int, weights: Weights, *, behind: bool = False) -> None:
         """Have weights in host memory leave; the other end has a message `("weights", number, weights)` of them.
 
-        Weights that are still leaving are dropped: nobody wants them any more.
+        Args:
+            number: of the publication.
+            weights: in host memory.
+            behind: after those that are still leaving, such as sums of which each counts. Otherwise those are dropped:
+                nobody wants them any more.
         """
-        self._pieces = _pieces_of(number, weights)
+        if behind:
+            self._behind.append(_pieces_of(number, weights))
+        else:
+            self._behind.clear()
+            self._pieces = _pieces_of(number, weights)
         self._news.set()
 
     async def messages(self) -> AsyncIterator[tuple[Any, ...]]:
@@ -171,6 +180,7 @@ class Connection:
         if last and not self._closing:
             self.send(*last)
         self._closing, self._pieces = True, iter(())
+        self._behind.clear()
         self._news.set()
         with suppress(TimeoutError, OSError):
             async with asyncio.timeout(HELLO_SECONDS):
@@ -196,7 +206,9 @@ class Connection:
                     await self._writer.drain()
                 if self._closing:
                     return
-                if (piece := next(self._pieces, None)) is None:
+                if (piece := next(self._pieces, None)) is None and self._behind:
+                    self._pieces = self._behind.popleft()
+                elif piece is None:
                     await self._news.wait()
                 elif isinstance(piece, bytes):
                     self._writer.writelines((_HEAD.pack(len(piece), _MESSAGE), piece))

@@ -18,11 +18,18 @@ from rlinf.joining import address
 from rlinf.joining.connection import Connection, Refused, welcome
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all, in_thread
+from rlinf.runtime.transport.network import outward_address
 
 logger = logging.getLogger(__name__)
 
 Elsewhere = Callable[[str, int], Awaitable[str | None]]
 """Given the token, and how many have joined here, says at which "host:port" one more is to join; None: here."""
+
+
+def listens_at(join: str) -> str:
+    """The "host:port" that a key such as `rollout.join` stands for on this machine."""
+    host, _, port = join.rpartition(":")
+    return f"{outward_address()}:{port}" if host == "auto" else join
 
 
 class JobLost(ConnectionError):

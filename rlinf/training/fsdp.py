@@ -334,6 +334,23 @@ class FsdpBackEnd:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}
 
+    def trained(self, *, whole: bool) -> Iterator[tuple[str, Tensor]]:
+        """Parameters as they are here, by their names here; for copies of this one alone.
+
+        Args:
+            whole: with those that do not learn.
+        """
+        return ((name, one.detach()) for name, one in self.module.named_parameters() if whole or one.requires_grad)
+
+    @torch.no_grad()
+    def overwrite(self, named: Mapping[str, Tensor]) -> None:
+        """Take over what `trained` of a model that was made in the same way gave."""
+        settle()
+        self.module.invalidate()
+        own = dict(self.module.named_parameters())
+        for name, tensor in named.items():
+            own[name].copy_(tensor)
+
     def take(self, named: Mapping[str, Tensor]) -> None:
         settle()
         reshard(self.module)

@@ -402,6 +402,16 @@ class Adam:
         group |= {"betas": (self.beta1, self.beta2), "eps": self.eps, "weight_decay": self.weight_decay}
 
 
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """Un-normalised sums of micro-batches, gathered for an optimizer step."""
+
+    gradients: Mapping[str, Tensor]
+    """By the names of the module's parameters; none of those that had no part in it."""
+    loss: LossSum | None
+    """Their loss; None: nothing came."""
+
+
 class ScheduledOptimizer:
     """Trains a model with AdamW, a schedule of the learning rate, and a bound on the gradient's norm.
 
@@ -522,6 +532,27 @@ class ScheduledOptimizer:
         """Count the loss of a micro-batch whose gradient was added."""
         part = total.detach()
         self._sum = part if self._sum is None else self._sum + part
+
+    def hand_over(self) -> Sums:
+        """Give what has gathered since the last step, and forget it here."""
+        gradients = {name: one.grad for name, one in self._parameters_named() if one.grad is not None}
+        sums = Sums(gradients, self._sum)
+        self.begin()
+        return sums
+
+    @torch.no_grad()
+    def add(self, sums: Sums) -> None:
+        """Add what gathered elsewhere, or before: bit for bit as if its micro-batches came now, of one at least."""
+        for name, parameter in self._parameters_named():
+            if (more := sums.gradients.get(name)) is not None:
+                more = more.to(parameter.device)
+                parameter.grad = more if parameter.grad is None else parameter.grad.add_(more)
+        if sums.loss is not None:
+            self._add(sums.loss.to(self._parameters[0].device))
+
+    def _parameters_named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        own = {*self._parameters}
+        return ((name, one) for name, one in self.module.named_parameters() if one in own)
 
     def _take_step(self, mine: LossSum) -> tuple[LossSum, float]:
         """Add gradients up over the ranks and take the step; arguments and results as of `optimizer_step`."""

@@ -9,7 +9,7 @@ from rlinf.cli.commands import main
 from rlinf.placement.seats import Seat
 from rlinf.runs.data import load_data_of
 from rlinf.runs.prepare import prepare
-from rlinf.runs.rules import load_config
+from rlinf.runs.rules import ConfigError, load_config
 from rlinf.runs.text import roles_to_start
 
 
@@ -39,6 +39,16 @@ def test_a_run_that_cannot_be_joined_is_named_with_what_to_do(capsys, tmp_path, 
     assert f"127.0.0.1:{nobody}" in error_of(capsys, str(tmp_path))
     with pytest.raises(SystemExit):
         main(["join", str(tmp_path)])
+
+
+def test_a_run_that_replicas_cannot_join_says_by_which_key(capsys, tmp_path):
+    assert main(["join", str(tmp_path), "--role", "trainer"]) == 2
+    assert "trainer.join" in capsys.readouterr().err
+    for wrong in ("trainer.order=free", "algorithm=sft", "trainer.backend=megatron", "trainer.join=29600"):
+        key = wrong.partition("=")[0].replace("algorithm", "trainer.join")
+        with pytest.raises(ConfigError) as raised:
+            load_config("configs/quickstart.yaml", ["trainer.join=127.0.0.1:0", wrong])
+        assert key in str(raised.value)
 
 
 def test_an_address_to_join_at_is_a_host_and_a_port():

@@ -1,0 +1,128 @@
+"""Replicas that join a trainer, and are lost in the middle of a step: its weights are those of one that works alone."""
+
+import asyncio
+import contextlib
+import itertools
+
+import pytest
+import torch
+
+from rlinf import ActorSystem
+from rlinf.actors.replicas import far_side
+from rlinf.actors.trainer import Trainer
+from rlinf.joining.connection import connect
+from tests.actors import toys
+from tests.actors.test_trainer import SHARED, flat, system_actor
+
+TOKEN = "of this job"
+SMALL = {"micro_batch_tokens": 20, "lr": 0.01}
+BATCHES = [toys.told(toys.groups(8, seed)) for seed in range(3)]
+
+
+class Joined:
+    """A trainer, and replicas in tasks of this process."""
+
+    def __init__(self, trainer):
+        self.trainer, self.runner, self.tasks = trainer, system_actor(trainer)._runner, []
+
+    async def joins(self):
+        """One more has joined; returns what has it leave."""
+        leave, ready = asyncio.Event(), asyncio.Event()
+        host, port = self.runner._door.how.split()[2].split(":")
+        connection = await connect(host, int(port), TOKEN)
+        self.tasks.append(asyncio.create_task(far_side.replicate(connection, Trainer, ready.set, leave)))
+        there = len(self.runner.members)
+        await self.until(lambda: len(self.runner.members) > there)
+        return leave
+
+    async def until(self, true):
+        while not true():
+            await self.runner._changed.wait()
+
+    async def all_current(self):
+        await self.until(lambda: all(one.peer.current and one.stamp is not None for one in self.runner.members))
+
+    async def close(self):
+        for task in self.tasks:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, ConnectionError):
+                await task
+
+
+@pytest.fixture
+async def spawn(monkeypatch):
+    """Makes trainers that may be joined, and such as may not."""
+    monkeypatch.setenv("RLINF_JOIN_TOKEN", TOKEN)
+    all_joined, numbers = [], itertools.count()
+    async with ActorSystem.local() as system:
+
+        async def make(join=True, **settings):
+            where = {"join": "127.0.0.1:0"} if join else {}
+            trainer = await system.spawn(
+                Trainer, name=f"trainer{next(numbers)}", **{**SHARED, **SMALL, **where, **settings}
+            )
+            if not join:
+                return trainer
+            all_joined.append(joined := Joined(trainer))
+            return joined
+
+        yield make
+        for joined in all_joined:
+            await joined.close()
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Numbers of micro-batches that replicas computed; those in `deadly`, counted from 1, they die of."""
+
+    class Computed(list):
+        deadly = frozenset()
+
+    numbers, compute = Computed(), far_side.FarSide._compute
+
+    async def counted(self, number, command, version):
+        numbers.append(number)
+        if len(numbers) in numbers.deadly:
+            self._connection.abandon()
+            await asyncio.get_running_loop().create_future()
+        await compute(self, number, command, version)
+
+    monkeypatch.setattr(far_side.FarSide, "_compute", counted)
+    return numbers
+
+
+HELD = {"lora": {"r": 4, "alpha": 8, "target_modules": "auto"}, "reference": "adapters_off"}
+HOWS = [
+    {},
+    {"epochs": 2, "minibatches": 3},
+    {"algorithm": "grpo_tis", "minibatches": 2},
+    {"algorithm": "gspo", "epochs": 2, "order": "arrival"},
+    {**HELD, "algorithm": {"name": "grpo", "overrides": {"kl": {"place": "loss"}}}},
+    {"kind": "muon", "dtype": "bfloat16"},
+]
+
+
+async def alike(spawn, computed, how, replicas=2, batches=BATCHES):
+    """Train two trainers, one of which is helped; their metrics and weights are the same."""
+    alone, joined = await spawn(join=False, **how), await spawn(**how)
+    for _ in range(replicas):
+        await joined.joins()
+    for batch in batches:
+        expected, found = await alone.train(batch), await joined.trainer.train(batch)
+        assert found == expected
+        assert torch.equal(await flat(joined.trainer), await flat(alone))
+        await joined.all_current()
+    return joined
+
+
+@pytest.mark.parametrize("how", HOWS)
+async def test_weights_and_metrics_are_bit_for_bit_those_of_a_trainer_alone(spawn, computed, how):
+    await alike(spawn, computed, how)
+    assert len(computed) >= 4  # of each later batch each replica had one
+
+
+@pytest.mark.parametrize("deadly", [{1}, {2, 3}, {4}, {3, 5}])
+async def test_what_a_replica_had_that_is_lost_is_computed_by_others(spawn, computed, deadly):
+    computed.deadly = deadly
+    joined = await alike(spawn, computed, {"epochs": 2})
+    assert len(joined.runner.members) == 2 - len(deadly)

@@ -104,7 +104,7 @@ def critics(values: Tensor, targets: Tensor, mask: Tensor) -> LossSum:
 def choices(
     values: Tensor, choice: Tensor, rewards: Tensor, next_values: Tensor, mask: Tensor, *, discount: Tensor
 ) -> LossSum:
-    """Squared error of the value of what was choice: L = (Q(s, g) - y)^2.
+    """Squared error of the value of what was chosen: L = (Q(s, g) - y)^2.
 
         y = r + discount Q'(s', argmax over g of Q(s', g))
 

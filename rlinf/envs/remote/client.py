@@ -13,6 +13,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from rlinf.envs.base import (
     Timing,
     Transition,
     WrongOption,
+    check_arguments,
 )
 from rlinf.envs.remote import serve
 
@@ -118,6 +120,47 @@ class RemoteError(RuntimeError):
     """The other side raised an exception; the text holds its own, and where it was raised."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSettings:
+    """Settings of `Remote`: where the other side is, what it is told, and how long it may take."""
+
+    address: str | None = None
+    """ "host:port" or "unix:/path" of a server."""
+    python: str | None = None
+    """Program of a Python that has numpy and the simulator's packages."""
+    make: str | None = None
+    """With `python`, what makes the simulator there: "module:name", "file.py:name" or "package.module.name"."""
+    command: Sequence[str] | None = None
+    """Program and arguments."""
+    options: Mapping[str, Any] | None = None
+    """Arguments of the other side's simulator, besides `num_envs`."""
+    token: str | None = None
+    """Word that the server wants to hear; None takes it from the environment variable RLINF_REMOTE_TOKEN."""
+    connect_seconds: float = 120.0
+    """In which the other side must be there and have made its simulator."""
+    reset_seconds: float = 120.0
+    """In which it must have begun episodes, or saved or restored states."""
+    step_seconds: float = 30.0
+    """In which it must have done a step, or drawn pictures."""
+
+    def __post_init__(self) -> None:
+        ways = [name for name in ("address", "python", "command") if getattr(self, name)]
+        if len(ways) != 1:
+            raise WrongOption("address", f"name one of address, python (with make) and command, not {ways or 'none'}")
+        if (self.make is None) == (ways == ["python"]):
+            raise WrongOption("make", "python needs make, such as arm.py:Arm; what runs otherwise names its own")
+        address = self.address
+        if address and not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
+            raise WrongOption("address", f"{address!r} is neither host:port nor unix:/path")
+
+    @property
+    def program(self) -> list[str] | None:
+        """Program and arguments that this process starts; None where a server is there already."""
+        if self.python is not None and self.make is not None:
+            return [self.python, str(Path(serve.__file__)), "--stdio", "--make", self.make]
+        return None if self.command is None else [str(part) for part in self.command]
+
+
 class Remote(Simulator):
     """Environments that are simulated in another process, with a Python and packages of its own.
 
@@ -127,15 +170,7 @@ class Remote(Simulator):
 
     Args:
         num_envs: how many.
-        address: "host:port" or "unix:/path" of a server.
-        python: program of a Python that has numpy and the simulator's packages.
-        make: with `python`, what makes the simulator there: "module:name", "file.py:name" or "package.module.name".
-        command: program and arguments.
-        options: arguments of the other side's simulator, besides `num_envs`.
-        token: what the server wants to hear; None takes it from the environment variable RLINF_REMOTE_TOKEN.
-        connect_seconds: in which the other side must be there and have made its simulator.
-        reset_seconds: in which it must have begun episodes, or saved or restored states.
-        step_seconds: in which it must have done a step, or drawn pictures.
+        settings: the fields of `RemoteSettings`, such as address="robot:7100".
 
     Raises:
         WrongOption: none or several of `address`, `python` and `command` are given.
@@ -145,42 +180,20 @@ class Remote(Simulator):
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
         """See `Simulator.check_options`."""
-        super().check_options(options)
-        ways = [name for name in ("address", "python", "command") if options.get(name)]
-        if len(ways) != 1:
-            raise WrongOption("address", f"name one of address, python (with make) and command, not {ways or 'none'}")
-        if (options.get("make") is None) == (ways == ["python"]):
-            raise WrongOption("make", "python needs make, such as arm.py:Arm; what runs otherwise names its own")
-        address = options.get("address")
-        if address and not address.startswith("unix:") and not address.rpartition(":")[2].isdigit():
-            raise WrongOption("address", f"{address!r} is neither host:port nor unix:/path")
+        check_arguments(cls.__name__, RemoteSettings, options)
+        RemoteSettings(**options)
 
-    def __init__(
-        self,
-        num_envs: int,
-        *,
-        address: str | None = None,
-        python: str | None = None,
-        make: str | None = None,
-        command: Sequence[str] | None = None,
-        options: Mapping[str, Any] | None = None,
-        token: str | None = None,
-        connect_seconds: float = 120.0,
-        reset_seconds: float = 120.0,
-        step_seconds: float = 30.0,
-    ):
-        Remote.check_options({"address": address, "python": python, "make": make, "command": command})
+    def __init__(self, num_envs: int, **settings: Any):
+        self.check_options(settings)
+        how = RemoteSettings(**settings)
         self.num_envs = num_envs
-        self._address = address
-        if python is not None and make is not None:
-            command = [python, str(Path(serve.__file__)), "--stdio", "--make", make]
-        self._command = None if command is None else [str(part) for part in command]
-        self._who = address or " ".join(self._command or ())
-        self._options = dict(options or {})
-        self._token = os.environ.get(serve.TOKEN, "") if token is None else token
-        self._connect_seconds = connect_seconds
-        self._seconds = {"step": step_seconds, "render": step_seconds}
-        self._reset_seconds = reset_seconds
+        self._address, self._command = how.address, how.program
+        self._who = how.address or " ".join(self._command or ())
+        self._options = dict(how.options or {})
+        self._token = os.environ.get(serve.TOKEN, "") if how.token is None else how.token
+        self._connect_seconds = how.connect_seconds
+        self._seconds = {"step": how.step_seconds, "render": how.step_seconds}
+        self._reset_seconds = how.reset_seconds
         self._socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._words: list[str] | None = None

@@ -266,7 +266,7 @@ async def measure(names: Sequence[str], words: Sequence[str], model: Path | None
             own.append("rollout.dtype=bfloat16")
         own.append(f"output_dir={folder}/out")
         config = load_config(str(ROOT / "configs/serve/tiny.yaml"), own, 1)
-        async with serving(config, lambda line: None) as (url, key):
+        async with serving(config, lambda line: None) as (url, key, _):
             paths: dict[str, str] = {}
             first = ["sl_loop"] * any(RECIPES[name].goes_on for name in names)
             for name in dict.fromkeys([*first, *names]):

@@ -25,7 +25,7 @@ from rlinf.service.keys import KEY, Busy
 from rlinf.service.promises import failure
 from rlinf.service.samplers import MOST_LIKELIEST, SampleRequest
 from rlinf.service.service import Model, Service
-from rlinf.service.wire import PROTOBUF, PassRequest, Targets, read
+from rlinf.service.wire import PROTOBUF, PassRequest, Targets, pass_head, read
 
 _POLL = 30.0
 """Seconds for which a fetch waits for its result; clients give up after 45."""
@@ -100,7 +100,7 @@ class App:
     """
 
     def __init__(self, service: Service, tokenizer: str) -> None:
-        self._service, self._tokenizer = service, tokenizer
+        self._service, self.tokenizer = service, tokenizer
         self._answers: dict[str, asyncio.Task[Answer]] = {}  # by idempotency key
 
     def application(self) -> web.Application:
@@ -120,6 +120,29 @@ class App:
         routes.add_get(f"{_FILES}{{run}}/{{kind}}/{{name}}/{{file}}", self._file)
         return app
 
+    async def called(self, call: str, body: dict[str, Any] | bytes) -> Any:
+        """Do for a program in this process what is asked over HTTP otherwise; what is promised there is its result.
+
+        Args:
+            call: the path's name, such as optim_step.
+            body: of the request.
+
+        Raises:
+            Refused: it cannot be served.
+        """
+        try:
+            promise = self._pass(body) if isinstance(body, bytes) else await getattr(self, f"_{call}")(body)
+        except ValueError as error:
+            raise Refused(str(error)) from error
+        finally:
+            await self._service.journal.synced()
+        if "request_id" not in promise:
+            return promise
+        result = await self._service.promises.result(promise["request_id"], None)
+        if isinstance(result, dict) and "error" in result:
+            raise Refused(result["error"]) if result["category"] == "user" else RuntimeError(result["error"])
+        return result
+
     @web.middleware
     async def _answered(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[Any]]
@@ -138,13 +161,17 @@ class App:
             unserved = error.status in (404, 405)
             text = f"rlinf serve has no {request.method} {request.path[:200]}" if unserved else str(error.reason)
             if isinstance(error, web.HTTPRequestEntityTooLarge):
-                text = f"the request is longer than serve.max_body_mb={self._service.config.max_body_mb:g}"
+                text = self._too_long
             return web.json_response({"error": text, "category": "user"}, status=error.status)
         except (UserError, ValueError) as error:
             wait = {"Retry-After": "1"} if isinstance(error, Busy) else {}
             return web.json_response(failure(error), status=getattr(error, "status", 400), headers=wait)
         except Exception as error:  # a bug, or a disk that takes nothing: the log has all of it
             return web.json_response(failure(error), status=500)
+
+    @property
+    def _too_long(self) -> str:
+        return f"the request is longer than serve.max_body_mb={self._service.config.max_body_mb:g}"
 
     # After a restart ----------------------------------------------------------------------------------------------
 
@@ -306,14 +333,21 @@ class App:
 
     async def _get_info(self, body: Mapping[str, Any]) -> Answer:
         model, name = self._of_model(body)[0], self._service.config.model_name
-        data = {"model_name": name, "tokenizer_id": self._tokenizer, "arch": "unknown"}
+        data = {"model_name": name, "tokenizer_id": self.tokenizer, "arch": "unknown"}
         rank = {"is_lora": True, "lora_rank": model.about["rank"]}
         return {"type": "get_info", "model_data": data, "model_id": model.id, "model_name": name, **rank}
 
     async def _forward(self, request: web.Request) -> Answer:
         if request.content_type != PROTOBUF:
             raise Refused(f"forward_backward is read as {PROTOBUF} alone: take a client of 0.35 or later", 415)
-        return self._pass(await request.read())
+        body, most = bytearray(), int(self._service.config.max_body_mb * 2**20)
+        async for chunk in request.content.iter_any():  # what is too long has its turn, too: its head says whose
+            body += chunk
+            if len(body) > most:
+                head = pass_head(body)
+                with self._refusing(self._service.model(head.model_id), head.seq_id or None, spoils=True):
+                    raise Refused(self._too_long, 413)
+        return self._pass(bytes(body))
 
     def _pass(self, body: bytes, number: int | None = None) -> Answer:
         """Promise a forward pass.
@@ -523,12 +557,16 @@ class App:
         return path
 
     async def _finish(self, request: web.Request) -> Answer:
+        await self._finish_session({"session_id": request.match_info["id"]})
+        return web.Response(status=204)
+
+    async def _finish_session(self, body: Mapping[str, Any]) -> Answer:
         ids = []
-        for model in self._service.finish(request.match_info["id"]):
+        for model in self._service.finish(wanted(body, "session_id", str)):
             ids.append(self._service.unload(model, None))
             self._promised(model, "unload_model", ids[-1], {"model_id": model.id})
         await asyncio.gather(*(self._service.promises.result(id, _POLL) for id in ids))
-        return web.Response(status=204)
+        return {}
 
     async def _delete(self, request: web.Request) -> Answer:
         await self._service.store.delete(self._named(request))

@@ -105,12 +105,12 @@ class Promises:
         while len(self._results) > _KEPT and next(iter(self._results.values())).done():
             self._fetched.discard(self._results.popitem(last=False)[0])
 
-    async def result(self, id: str, seconds: float) -> Result | None:
+    async def result(self, id: str, seconds: float | None) -> Result | None:
         """The result of a request; None: it is not there yet.
 
         Args:
             id: of the request.
-            seconds: to wait for it.
+            seconds: to wait for it; None: until it is there.
 
         Raises:
             Refused: there is no such request.

@@ -37,7 +37,7 @@ _READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace",
 @asynccontextmanager
 async def serving(
     config: RunConfig, say: Callable[[str], None], system: ActorSystem | None = None
-) -> AsyncIterator[tuple[str, str]]:
+) -> AsyncIterator[tuple[str, str, App]]:
     """A service that listens.
 
     Args:
@@ -46,7 +46,7 @@ async def serving(
         system: whose processes have the roles, by `placement`; None: this one has them all.
 
     Yields:
-        Its URL and its key.
+        Its URL, its key, and what answers.
 
     Raises:
         InputError: it cannot listen, anybody could use it from elsewhere, or the configuration cannot be run.
@@ -96,7 +96,7 @@ async def serving(
             say("  NO_PROXY, since a proxy is set, which clients would ask for this machine's own address, in silence")
         if not local:
             say(f"  serve.host={host}: the key and all data cross the network unencrypted; put TLS before it")
-        yield url, token or next(iter(named.values()))
+        yield url, token or next(iter(named.values())), app
 
 
 async def _try_models(session: Session) -> None:

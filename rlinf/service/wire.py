@@ -173,6 +173,17 @@ class Likeliest(NamedTuple):
         blank = ((count, 0), (0, 0))
         return Likeliest(np.pad(self.tokens, blank), np.pad(self.logprobs, blank, constant_values=_NO_LOGPROB))
 
+    @staticmethod
+    def listed(message: Any) -> list[list[tuple[int, float]] | None] | None:
+        """Read a `TopkLogprobs`: of each place the tokens with their log-probs; None: there are none."""
+        if not message.k:
+            return None
+        shape = message.length, message.k
+        tokens = np.frombuffer(message.token_ids, "<i4").reshape(shape).tolist()
+        logprobs = np.frombuffer(message.logprobs, "<f4").reshape(shape).tolist()
+        places = zip(tokens, logprobs, strict=True)
+        return [None if scores[0] == _NO_LOGPROB else [*zip(ids, scores, strict=True)] for ids, scores in places]
+
     def fields(self) -> dict[str, Any]:
         """Fields of the `TopkLogprobs`."""
         length, count = self.tokens.shape
@@ -242,6 +253,12 @@ def _tensor(message: Any, name: str) -> np.ndarray:
     return values.reshape(shape) if shape else values
 
 
+def tensor(array: np.ndarray) -> dict[str, Any]:
+    """Fields of the `Tensor` of an array, int64 or float32."""
+    dtype = _INT64 if array.dtype.kind == "i" else _FLOAT32
+    return {"dense": array.astype(_DTYPES[dtype]).tobytes(), "dtype": dtype, "shape": list(array.shape)}
+
+
 def _array(data: bytes, dtype: int, name: str) -> np.ndarray:
     if dtype not in _DTYPES or len(data) % _DTYPES[dtype].itemsize:
         raise ValueError(f"{name} has {len(data)} bytes of dtype {dtype}, which are no array")
@@ -292,6 +309,17 @@ def sample_result(answers: Iterable[tuple[str, np.ndarray, np.ndarray]], scores:
     if scores.likeliest_of_prompt is not None:
         prompt["topk_prompt_logprobs"] = scores.likeliest_of_prompt.fields()
     return written("SampleResponse", sequences=sequences, **prompt)
+
+
+def pass_head(body: bytes | bytearray) -> Any:
+    """A `ForwardBackwardRequest` of which the beginning is there, up to its number: clients write the model first.
+
+    Raises:
+        ValueError: it is none.
+    """
+    begins = 3 + int.from_bytes(body[1:2])  # behind tag, length and model, and the number's tag
+    longer = next((place for place, byte in enumerate(body[begins : begins + 10]) if byte < 128), 0)
+    return read("ForwardBackwardRequest", bytes(body[: begins + longer + 1]))
 
 
 def read(name: str, body: bytes) -> Any:

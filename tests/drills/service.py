@@ -208,7 +208,7 @@ async def imitated(progress: Progress, directory: Path, rng: random.Random, kill
     for kill in range(kills + 1):
         async with AsyncExitStack() as stack:
             config = load_config("configs/serve/tiny.yaml", arguments(directory), 1)
-            url, _ = await stack.enter_async_context(serving(config, lambda line: None))
+            url, *_ = await stack.enter_async_context(serving(config, lambda line: None))
             running = asyncio.create_task(Client(progress, url).run())
             stack.push_async_callback(_given_up, running)
             if kill == kills:

@@ -24,7 +24,7 @@ async def tiny(directory, *overrides, system=None):
     """Its URL."""
     hosts = 1 if system is None else system.hosts
     config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={directory}", *overrides], hosts)
-    async with serving(config, lambda line: None, system) as (url, _):
+    async with serving(config, lambda line: None, system) as (url, *_):
         yield url
 
 

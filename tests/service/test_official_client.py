@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 import runpy
 import urllib.error
 import urllib.request
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from rlinf.config.load import InputError
+from rlinf.runtime.base.errors import UserError
+from rlinf.service.client import ServiceClient
 from rlinf.service.local import local_service
 from tests.launching import ROOT
 from tests.service.serving import KEY, TINY, tiny
@@ -204,14 +207,85 @@ def gathering(url):
 
 
 def test_the_example_goes_through_its_loop_with_a_service_in_its_own_process(tmp_path, monkeypatch, capsys):
-    for name in ("TINKER_BASE_URL", "TINKER_API_KEY", "no_proxy", "NO_PROXY"):
-        monkeypatch.setenv(name, "")  # so that it is as before at the end
-    for name, value in {"http_proxy": "http://127.0.0.1:9", "STEPS": "2"}.items():
+    for name in ("TINKER_API_KEY", "no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"http_proxy": "http://127.0.0.1:9", "STEPS": "2", "TINKER_BASE_URL": "elsewhere"}.items():
         monkeypatch.setenv(name, value)
+    before = dict(os.environ)
     with local_service("serve/tiny", *TINY, f"output_dir={tmp_path}"):
         runpy.run_path(str(ROOT / "examples/service/client.py"), run_name="__main__")
         with pytest.raises(InputError, match="way"), local_service("serve/tiny", *TINY, f"output_dir={tmp_path}"):
             pass
+    assert dict(os.environ) == before
     said = capsys.readouterr().out
     assert "step 1: reward" in said
     assert "/weights/sevens" in said
+
+
+LOOP = """
+import tinker
+
+service = tinker.ServiceClient()
+(base,) = tinker.RestClient().get_server_capabilities().result().supported_models
+model = service.create_lora_training_client(base_model=base.model_name, rank=3, seed=5).result()
+tokenizer, text = model.get_tokenizer(), tinker.ModelInput.from_ints
+told = [base.max_context_length, model.get_info().lora_rank, tokenizer.encode("12")]
+
+
+def datum(tokens, **inputs):
+    return tinker.Datum(model_input=text(tokens[:-1]), loss_fn_inputs={"target_tokens": tokens[1:], **inputs})
+
+
+def told_of(learned):
+    told.append([learned.metrics, *(each["logprobs"].tolist() for each in learned.loss_fn_outputs)])
+
+
+adam, params = tinker.AdamParams(learning_rate=0.02), tinker.SamplingParams(max_tokens=6, seed=3, temperature=0.9)
+inputs = {"target_tokens": [[4, 9], [5, 8]], "weights": tinker.TensorData([1, 0.5, 1, -0.25], "float32", [2, 2])}
+double = tinker.Datum(model_input=text([3, 4]), loss_fn_inputs=inputs)
+for step in range(3):
+    sampler = model.save_weights_and_get_sampling_client().result()
+    data = []
+    for start in (3, 4):
+        answer = sampler.sample(text([start, 7]), 1, params, topk_sample_logprobs=2, topk_prompt_logprobs=2).result()
+        (one,) = answer.sequences
+        told += [one.tokens, one.logprobs, one.stop_reason, one.topk_logprobs, answer.topk_prompt_logprobs]
+        told.append(sampler.compute_logprobs(text([start, 7, *one.tokens])).result())
+        drawn = {"logprobs": [0.0, *one.logprobs], "advantages": [0.0, *[start - 3.5] * len(one.tokens)]}
+        data.append(datum([start, 7, *one.tokens], **drawn))
+    sent = model.forward_backward(data, "ppo", {"clip_high_threshold": 1.3})  # nothing waits for it
+    also = model.forward_backward([datum([3, 4, 5, 6], weights=[0.0, 1.0, 1.0]), double], "cross_entropy")
+    custom = model.forward_backward_custom(data, lambda data, found: ((found[0] * found[1].mean()).sum(), {"my": 1.0}))
+    taken = model.optim_step(adam)
+    for each in (sent, also, custom):
+        told_of(each.result())
+    told.append(taken.result().metrics)
+named = model.save_weights_for_sampler("named").result().path
+saved = model.save_state("end").result().path
+other = service.create_training_client_from_state_with_optimizer(saved).result()
+told_of(other.forward([double], "cross_entropy").result())
+try:
+    told_of(other.forward_backward([datum([3, 99], weights=[1.0])], "cross_entropy").result())
+except tinker.TinkerError as error:
+    told.append("99" in str(error))
+asked = tinker.TensorData([[4, 9]], "int64", [1, 2])
+answer = service.create_sampling_client(model_path=named).result().sample(
+    text([3, 4]), 1, params, True, target_prompt_logprobs=asked).result()
+told += [answer.sequences[0].tokens, answer.prompt_logprobs, answer.target_prompt_logprobs.tolist()]
+service.close("success").result()
+"""
+
+
+def test_a_loop_moves_from_the_service_into_the_library_by_changing_its_import(tmp_path):
+    ways = {}
+    for way, line in (("client", "import tinker"), ("library", "import rlinf.service.client as tinker")):
+        with local_service("serve/tiny", *TINY, f"output_dir={tmp_path / way}"):
+            ways[way] = {}
+            exec(LOOP.replace("import tinker", line), ways[way])
+        files = sorted((tmp_path / way).rglob("weights/end/*.safetensors"))
+        assert [each.name for each in files] == ["adapter_model.safetensors", "optimizer.safetensors"]
+        ways[way] = ways[way]["told"], [each.read_bytes() for each in files]
+    assert ways["client"][0] == ways["library"][0]
+    assert ways["client"][1] == ways["library"][1]
+    with pytest.raises(UserError, match="local_service"):
+        ServiceClient()

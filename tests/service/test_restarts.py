@@ -51,7 +51,7 @@ async def test_at_its_start_it_says_what_programs_need_past_a_proxy(tmp_path, mo
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     config, said = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={tmp_path}"], 1), []
-    async with serving(config, said.append) as (url, _):
+    async with serving(config, said.append) as (url, *_):
         assert any(url in line and "NO_PROXY=127.0.0.1" in line for line in said)
 
 

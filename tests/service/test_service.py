@@ -325,9 +325,14 @@ async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_p
             step = {"model_id": other, "seq_id": 3 * number + 3, "adam_params": {"learning_rate": 0.0}}
             taken = await http.done("optim_step", step)  # what is refused has had its turn
             assert ("not taken" in str(taken)) == bool(number % 2), (change, taken)
-        assert (await http.ask("forward_backward", b"\xff\xff", headers={"Content-Type": "application/x-protobuf"}))[
-            0
-        ] == 400
+        number, long = 3 * len(DATA) + 1, [3] * 9999  # what nobody reads to its end has its turn, too
+        status, answer = await http.learn(other, number, tokens=long, targets=long, weights=long)
+        assert (status, "serve.max_body_mb=0.01" in answer["error"]) == (413, True)
+        taken = await http.done("optim_step", {"model_id": other, "seq_id": number + 1, "adam_params": ADAM})
+        assert "serve.max_body_mb=0.01" in taken["error"]
+        for garbage in (b"\xff\xff", b"\xff" * 99_999):
+            kind = {"Content-Type": "application/x-protobuf"}
+            assert (await http.ask("forward_backward", garbage, headers=kind))[0] == 400
         assert (await http.ask("forward_backward", {}))[0] == 415
         assert (await http.ask("create_session", b"{" * 99))[0] == 400
         status, answer = await http.ask("create_session", b"{" * 99_999)

@@ -53,7 +53,7 @@ class Promise(Generic[T]):
 
 
 class RestClient:
-    """Of the lists of a service, what it serves; checkpoints' are the official client's alone."""
+    """Tells what a service serves; lists of checkpoints are the official client's alone."""
 
     def __init__(self) -> None:
         self._local = Local.newest()
@@ -167,7 +167,7 @@ class TrainingClient:
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
     ) -> Promise[types.ForwardBackwardOutput]:
-        """The same, and add its gradient to what the next `optim_step` takes."""
+        """Add the gradient of a sum over tokens to what the next `optim_step` takes; the sum, and log-probs."""
         return Promise(self._local.begun(self._passed(data, loss_fn, loss_fn_config)))
 
     def _passed(

@@ -144,7 +144,7 @@ class ModelledTrainer(TextTrainer):
         self._epochs, self._minibatches = epochs, minibatches
         self.version, self._optimizer_steps = 0, 0
         self._in_order = InOrder() if order == "prompt" else None
-        self._run_commands(copies if order == "free" else (), budget)
+        self._copies_apart(order == "free", budget)
         self._mine = next(ranks for ranks in copies if self.rank in ranks)
         self._meetings = meetings
 
@@ -400,7 +400,7 @@ class LeasedRollout(Rollout):
         """
         self._switch = switch
         await super().setup(
-            model={},
+            model={"model_type": "qwen2", "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1},
             tokenizer={"characters": "0"},
             engine=f"{__name__}.LeasedEngine",
             engine_args={"law": law, "lengths": lengths},

@@ -229,17 +229,25 @@ class TextTrainer(BaseTrainer):
         self.version = 0
         self._optimizer_steps = 0
         self._in_order = InOrder() if settings.order == "prompt" else None
-        copies = self._back.copies_of_ranks if settings.order == "free" else ()
-        self._run_commands(copies, settings.micro_batch_tokens)
+        self._copies_apart(settings.order == "free", settings.micro_batch_tokens)
 
-    def _run_commands(self, copies: Sequence[Sequence[int]], budget: int) -> None:
+    @endpoint
+    async def let_copies_part(self, free: bool) -> bool:
+        """Have copies of the model go at their own pace from the next call on, or in step; see `ForwardConfig.order`.
+        To be called on all ranks, between two calls that learn. False if they cannot: there is only one.
+        """
+        self._copies_apart(free, self._packing.budget)
+        return isinstance(self._runner, AsyncReplicas) == free
+
+    def _copies_apart(self, free: bool, budget: int) -> None:
         """Choose how ranks carry out commands.
 
         Args:
-            copies: the ranks of each copy that may go at its own pace; none for ranks in step.
+            free: copies of the model go at their own pace, where there are several.
             budget: tokens of a micro-batch.
         """
         shares = self._back.data_ranks
+        copies = self._back.copies_of_ranks if free else ()
         alone = len({*shares}) == self.world_size  # ranks of one share of the data keep step
         free = len(copies) > 1 and alone
         self._runner = runner = AsyncReplicas(self, copies) if free else InStep(self, shares)

@@ -328,12 +328,13 @@ class ForwardConfig:
     """Tokens (prompts included) that each rank computes at once; a longer sample stands alone."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the computation; weights that learn, gradients and the optimizer stay in float32."""
-    order: Literal["prompt", "arrival", "free"] = "prompt"
+    order: Literal["prompt", "arrival", "free", "auto"] = "prompt"
     """`prompt` cuts micro-batches in the order of the prompts, which several rollouts answer in turn, so that a run
     repeats bit for bit; `arrival` takes groups as they finish, and rollouts take prompts as they have room, which is
     faster where a few answers are much longer than the others. `free` does too, and
     with `sharding` replicate or hybrid each copy of the model learns on its own as its devices become free, so that
-    those whose answers are done train while others still generate; docs/training.md."""
+    those whose answers are done train while others still generate; `auto` tries `arrival` and `free` by turns, keeps
+    the quicker one, says so, and tries again now and then; docs/training.md."""
     logprob_chunk: int = Field(default=1024, ge=1)
     """Tokens whose logits over the vocabulary are in memory at once."""
     attention: Literal["auto", "packed", "padded", "flash"] = "auto"

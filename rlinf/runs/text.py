@@ -115,6 +115,7 @@ from rlinf.runtime.base.progress import work
 from rlinf.runtime.streams.stream import Stream
 from rlinf.storage.directory import Checkpoint
 from rlinf.storage.files import JsonLines
+from rlinf.training.pacing import Pacing
 from rlinf.training.policy import HIDDEN, distribution_of, teaches
 from rlinf.training.weight_sync import LoadTorn
 
@@ -166,6 +167,33 @@ class TextAlarms(Observer):
             self._run.alarm(warning)
 
 
+class PaceObserver(Observer):
+    """Has a run's trainer go the way that `Pacing` says.
+
+    Args:
+        run: whose trainer.
+    """
+
+    def __init__(self, run: RunState) -> None:
+        self._run, self._pacing = run, Pacing()
+        self._told: tuple[object, bool] | None = None
+        self._off = False
+
+    async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._off:
+            return
+        trainer = self._run.roles["trainer"]
+        sentence = self._pacing.after(metrics["timing/step"], metrics.get("tokens", 0.0))
+        now = (trainer, self._pacing.free)
+        if now != (self._told or (trainer, False)):
+            able = all(await trainer.let_copies_part(self._pacing.free))
+            if not able:
+                self._off, sentence = True, "trainer.order=auto is arrival: no copies of the model can part"
+        self._told = now
+        if sentence is not None:
+            self._run.report.line(f"step {step}: {sentence}")
+
+
 class TextWorkload(Workload[Evaluation]):
     """Learning from answers that are judged.
 
@@ -210,7 +238,10 @@ class TextWorkload(Workload[Evaluation]):
         self.notes = (*plan.notes, *self.data.notes, *further)
         self._scoring = FailureAlarm()
         self._alarms = self._alarms_of(no_end)
-        self.observers = [self._alarms]
+        self.observers: list[Observer] = [self._alarms]
+        seats = plan.placed.seats
+        if config.trainer.order == "auto" and {*seats["trainer"].devices} & {*seats["rollout"].devices}:
+            self.observers.append(PaceObserver(run))  # where they share none, nobody can lend any
         self._unscored: Sequence[Mapping[str, Any]] = ()
         """Answers without a reward that the step's line tells of."""
 

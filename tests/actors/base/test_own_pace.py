@@ -3,6 +3,7 @@ learned from once, all meet at the optimizer step, and nobody waits for ever."""
 
 import asyncio
 import random
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.streams.stream import each
+from rlinf.training.pacing import Pacing
 
 ROUNDING = 2.0**-24
 """Largest relative error of one addition in float32."""
@@ -269,3 +271,51 @@ def test_a_copy_that_fails_ends_the_call_and_breaks_nothing():
         return await trained(3, [[0], [1], [2]], batches, seconds, meanwhile=meanwhile, value=failing)
 
     assert_learned_once(run_virtual(main())[0], batches[0])
+
+
+@given(st.floats(0.5, 1.5), st.integers(0, 2**32 - 1))
+def test_a_run_that_finds_its_way_takes_hardly_longer_than_the_quicker_one(ratio, seed):
+    pacing, noise = Pacing(), random.Random(seed)
+    took = best = 0.0
+    ways = []
+    for _ in range(500):
+        tokens = noise.uniform(900, 1100)
+        seconds = tokens * (ratio if pacing.free else 1.0)
+        ways.append(pacing.free)
+        took += seconds
+        best += tokens * min(ratio, 1.0)
+        pacing.after(seconds, tokens)
+    assert took < 1.03 * best
+    assert sum(ways[100:]) > 300 or ratio > 0.98
+    assert sum(ways[100:]) < 100 or ratio < 0.98
+
+
+def test_a_run_goes_on_at_its_copies_own_pace_once_answers_grow_long():
+    pacing = Pacing()
+    said = [pacing.after(2.0 if pacing.free else 1.0, 1.0) for _ in range(60)]
+    assert not pacing.free
+    said += [pacing.after(1.0 if pacing.free else 2.0, 1.0) for _ in range(200)]
+    assert pacing.free
+    told = [text for text in said if text is not None]
+    assert "in step" in told[0]
+    assert "own pace: a token took 0.50 of the time" in told[-1]
+
+
+def test_copies_part_and_go_in_step_again_between_calls():
+    taken, meetings = [], {}
+    batch = [group(number, [5, 9, 3]) for number in range(12)]
+
+    async def main():
+        async with ActorSystem.local(hosts=2, trace=False, device_memory={0: 100, 1: 100}) as system:
+            trainer = await system.spawn(
+                ModelledTrainer, hosts=[0, 1], devices=[0, 1], name="trainer", copies=[[0], [1]], taken=taken,
+                meetings=meetings, order="arrival", token=0.1, step=1.0, budget=16,
+            )  # fmt: skip
+            for free in (False, True, False, True):
+                assert await trainer.let_copies_part(free) == [True, True]
+                assert await trainer.train(batch) == 12
+        return [sum((part.rows for part in sums.values()), Counter()) for sums in taken]
+
+    counts, _ = run_virtual(main())
+    assert len(counts) == 4
+    assert all(count == counts[0] and sum(count.values()) == 36 for count in counts)

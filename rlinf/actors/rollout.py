@@ -44,9 +44,10 @@ from rlinf.engines.base import (
 )
 from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.pool import Pool
+from rlinf.engines.transformers.plain import outline
 from rlinf.joining.door import listens_at
 from rlinf.metrics.limits import BYTES, DECODE, READ
-from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, cost_of, pictures_of
+from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, config_of, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.sources import Limits, limits
 from rlinf.models.language.truth import Way
@@ -111,7 +112,8 @@ class Rollout(Receiver):
             )
         self._join = settings.join
         if settings.join is not None:
-            await self._open_pool({"tokenizer": tokenizer, **made_of}, directory)
+            outlined = await self.compute(outline_for, model, self._tokenizer, settings)
+            await self._open_pool({"tokenizer": tokenizer, "outlined": outlined, **made_of}, directory)
         self.through_host = self._engine.through_host
         cost, dtype = await self.compute(cost_of, model, self._tokenizer), _DTYPES[settings.dtype]
         self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)
@@ -524,7 +526,7 @@ async def engine_for(
     Raises:
         ValueError: it cannot be made.
     """
-    limit, ends = await compute(limits, model), (await compute(sampling_of, settings, model, tokenizer)).stop_ids
+    limit = await compute(limits, model)
     dtype = _DTYPES[settings.dtype]
     setup = EngineSetup(
         name=name,
@@ -539,7 +541,7 @@ async def engine_for(
         max_rows=settings.max_rows,
         max_tokens=settings.max_tokens,
         max_length=limit.length,
-        padding=tuple(id for id in padding_ids(tokenizer, limit.vocabulary) if id not in ends),
+        padding=await compute(_padding, model, tokenizer, settings),
         kv=settings.kv,
         routes=settings.routes is not False,
         compute=compute,
@@ -553,6 +555,23 @@ def absent_for(limit: Limits, settings: RolloutSettings) -> Engine:
     bounds = {"max_rows": settings.max_rows, "max_tokens": settings.max_tokens, "routes": settings.routes is True}
     texts = {"max_length": limit.length, "vocabulary": limit.vocabulary, "reads_text": True}
     return Absent(settings.engine, {**bounds, **texts})
+
+
+def _padding(model: ModelSource, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings) -> tuple[int, ...]:
+    """Ids of the model's head that no answer has."""
+    ends = sampling_of(settings, model, tokenizer).stop_ids
+    return tuple(id for id in padding_ids(tokenizer, limits(model).vocabulary) if id not in ends)
+
+
+def outline_for(
+    model: ModelSource, tokenizer: PreTrainedTokenizerBase, settings: RolloutSettings
+) -> dict[str, Any] | None:
+    """Arguments of `outlined_engine`, for one that joins without transformers; None: it needs that. Blocking."""
+    if settings.engine != "transformers" or settings.weights != "full":
+        return None
+    about = outline(config_of(model, tokenizer))
+    padding = _padding(model, tokenizer, settings)
+    return None if about is None else {"outline": about, "max_length": limits(model).length, "padding": padding}
 
 
 async def joining_engine(

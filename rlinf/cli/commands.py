@@ -61,7 +61,7 @@ _ELSEWHERE = {
         "rlinf.cli.runs.watch",
         "the page of runs, live or over: curves, answers, lanes, queues; controls",
     ),
-    "join": ("rlinf.cli.runs.join", "one more engine for a run that goes on, on any machine that reaches it"),
+    "join": ("rlinf.cli.join.join", "one more engine for a run that goes on, on any machine that reaches it"),
     "serve": ("rlinf.cli.runs.serve", "a training service for clients of the Tinker API: many models on one base"),
     "trace": ("rlinf.cli.runs.trace", "draw or sum up what devices did over time"),
 }

@@ -1,14 +1,8 @@
-"""Commands around runs: `rlinf watch`, `rlinf join`, `rlinf serve`, `rlinf ledger` and `rlinf trace`.
+"""Commands around runs: `rlinf watch`, `rlinf serve`, `rlinf ledger` and `rlinf trace`.
 
     rlinf watch DIR [DIR ...] [--port N] [--host ADDRESS] [--open]
 
 In: directories of runs, or of directories of runs, live or over. Out: the address of a page, which stays until Ctrl-C.
-
-    rlinf join ADDRESS --role rollout|trainer
-
-One more engine, or replica of the trainer, for a run that goes on, until that ends or this process is told to leave.
-In: HOST:PORT, where the run listens (`rollout.join`, `trainer.join`), or its directory, where it leaves that and the
-token. Out: exit code 0, or 1 if the run is gone or the engine or replica failed.
 
     rlinf serve --config FILE [key=value ...]
 
@@ -31,12 +25,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,10 +40,9 @@ from rich.table import Table
 
 from rlinf.cli.main import as_input, output_file
 from rlinf.config.importing import look_in_working_directory, shipped
-from rlinf.config.load import InputError, RunFailure
+from rlinf.config.load import InputError
 from rlinf.dashboard.lanes import Lanes, device_lanes
 from rlinf.dashboard.lanes_svg import device_lanes_svg
-from rlinf.joining.address import FILES, TOKEN, read
 from rlinf.runs.rules import load_config
 from rlinf.runs.start import run_to_end
 from rlinf.storage.directory import Checkpoint, RunDirectory, find_checkpoint
@@ -58,7 +50,6 @@ from rlinf.storage.files import read_lines
 
 if TYPE_CHECKING:
     from rlinf.data.ledger import Balance, Held
-    from rlinf.joining.connection import Connection
     from rlinf.runtime.system.system import ActorSystem
 
 _BEHIND = 10
@@ -175,88 +166,6 @@ async def _serve(
 
 HELD = "in_flight.json"
 """File of a checkpoint with the samples that are in flight."""
-
-
-_ROLES = "what it does there: rollout generates, trainer computes gradients"
-
-
-def join(arguments: Sequence[str]) -> int:
-    """Serve a run; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="rlinf join", description="Help a run that goes on.")
-    parser.add_argument("address", metavar="ADDRESS", help="HOST:PORT, or the directory of the run")
-    parser.add_argument("--role", choices=tuple(FILES), required=True, help=_ROLES)
-    options = parser.parse_args(list(arguments))
-    where, token = _job_at(options.address, options.role)
-    look_in_working_directory()
-    gc.disable()  # while much is imported and little dropped
-    import torch
-
-    serve_job = _server_of(options.role)
-    from rlinf.joining.connection import connect
-    from rlinf.joining.door import Sent
-
-    gc.freeze()
-    gc.enable()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as the job's own processes do, see `runtime.system.torchrun`
-
-    async def main(where: str) -> str:
-        leave = asyncio.Event()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, leave.set)
-        while True:
-            try:
-                connection = await connect(*_parts(where), token)
-            except (OSError, EOFError, TimeoutError) as error:
-                raise InputError(f"rlinf join {where}: {error or 'nobody answers'}") from None
-            try:
-                return await serve_job(
-                    connection, partial(print, f"joined {where} as {options.role}", flush=True), leave
-                )
-            except Sent as elsewhere:
-                where = str(elsewhere)
-            except OSError as error:
-                raise RunFailure(f"rlinf join {where}: {error}") from None
-
-    print(asyncio.run(main(where)))
-    return 0
-
-
-def _server_of(role: str) -> Callable[[Connection, Callable[[], Any], asyncio.Event], Coroutine[Any, Any, str]]:
-    """Function by which a process of a role works for a job that it has joined."""
-    if role == "trainer":
-        from rlinf.actors.replicas.far_side import replicate
-        from rlinf.actors.trainer import Trainer
-
-        return lambda connection, ready, leave: replicate(connection, Trainer, ready, leave)
-    from rlinf.actors.rollout import joining_engine
-    from rlinf.engines.pool.far_side import serve
-
-    return lambda connection, ready, leave: serve(connection, partial(joining_engine, "engine"), ready, leave)
-
-
-def _parts(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
-def _job_at(address: str, role: str) -> tuple[str, str]:
-    """Its "host:port", and the token."""
-    directory = Path(address).expanduser()
-    token = os.environ.get(TOKEN)
-    if directory.is_dir():
-        try:
-            address, its = read(directory, role)
-        except FileNotFoundError:
-            text = f"rlinf join {address}: the run does not go on, or was started without {role}.join"
-            raise InputError(text) from None
-        token = token or its
-    before, _, port = address.rpartition(":")
-    if not before or not port.isdigit():
-        raise InputError(f"rlinf join {address}: there is no such directory of a run, and it is no HOST:PORT")
-    if not token:
-        raise InputError(f"rlinf join {address}: set {TOKEN} to the token in {FILES[role]} of the run's directory")
-    return address, token
 
 
 def ledger(arguments: Sequence[str]) -> int:

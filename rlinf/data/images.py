@@ -25,16 +25,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import transformers
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from rlinf.data.sample import DataError, ImageRef
 from rlinf.data.tokenizer import IMAGE_TOKENS, pretrained
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 _AS_PNG = ("1", "L", "P", "RGB", "RGBA")
 """Modes of PIL images that a PNG file holds as they are; others are made RGB first."""
@@ -355,6 +356,8 @@ MARK = "<image>"
 def auto_class(config: PretrainedConfig, kind: type[Any] | None = None) -> type[Any]:
     """The class of transformers that makes a model of this configuration: where a language model is wanted, as None
     is, one that reads pictures besides, if that is what it describes."""
+    import transformers
+
     language = transformers.AutoModelForCausalLM  # looked up late: its module takes a second to import
     kind, texts = kind or language, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     pictured = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and type(config) not in texts

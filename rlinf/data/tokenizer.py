@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rlinf.config.importing import looks_local
 from rlinf.data.sample import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
@@ -38,6 +41,8 @@ def character_tokenizer(characters: str, *, pictures: bool = False) -> PreTraine
     Raises:
         ValueError: a character stands twice, or there is none.
     """
+    from transformers import PreTrainedTokenizerFast
+
     if not characters or len(set(characters)) != len(characters):
         raise ValueError(f"characters={characters!r} must be a text in which every character stands once")
     more = IMAGE_TOKENS if pictures else ()
@@ -120,11 +125,34 @@ def load_tokenizer(source: TokenizerSource) -> PreTrainedTokenizerBase:
     return character_tokenizer(str(source["characters"]))
 
 
+class LateTokenizer:
+    """A tokenizer that is made or read when it is first asked for something: transformers, which has them, takes half a
+    second to import, and who draws tokens asks for nothing but stop texts. Blocking then.
+
+    Args:
+        source: see `load_tokenizer`.
+    """
+
+    def __init__(self, source: TokenizerSource) -> None:
+        self._source = source
+
+    @cached_property
+    def _tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self._source)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # nothing of its own is missing because a tokenizer cannot be read
+            raise AttributeError(name)
+        return getattr(self._tokenizer, name)
+
+
 def _class_of(source: str) -> Any:
     """The loader that reads a tokenizer as its file has it, if that is of no model's kind, such as single characters.
 
     `AutoTokenizer` would go by the model beside it: as Qwen2's, it has no token for a space or a line break.
     """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
     file = Path(source).expanduser() / "tokenizer_config.json"
     general = file.is_file() and json.loads(file.read_text()).get("tokenizer_class") == PreTrainedTokenizerFast.__name__
     return PreTrainedTokenizerFast if general else AutoTokenizer

@@ -28,18 +28,16 @@ from collections.abc import (
 )
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import inf, isqrt
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import transformers
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.config.importing import resolve
-from rlinf.data.images import Pictures
 from rlinf.data.sample import ImageRef, PrefixKey, Prompt, prefix_key
 from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
@@ -47,6 +45,12 @@ from rlinf.engines.grammars import missing
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
+
+if TYPE_CHECKING:
+    import transformers  # which takes two seconds
+    from transformers import PreTrainedTokenizerBase
+
+    from rlinf.data.images import Pictures
 
 Finish = Literal["stop", "text", "length", "abort"]
 """Why an answer ended: a stop token (its last token), a stop text, the length limit, or `abort`."""
@@ -57,26 +61,34 @@ Kv = Literal["keep", "reread"]
 read again by the new ones before the next token."""
 
 
-@dataclass(frozen=True, slots=True)
 class StopTexts:
     """Reads answers for the texts that end them.
 
     The text of a special token counts as a whole: a stop text is found in it where it has all of it, such as
     `<|im_end|>`, and never in a part, so `a` does not end an answer at `<pad>`.
+
+    Args:
+        tokenizer: is asked for nothing before the first stop text.
     """
 
-    decode: Callable[[list[int]], str]
-    """Text of token ids."""
-    specials: Mapping[int, str]
-    """The special tokens, with their texts."""
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
     @staticmethod
     def of(tokenizer: Any) -> StopTexts | None:
         """For a tokenizer; None without one."""
-        if tokenizer is None:
-            return None
-        ids = [*getattr(tokenizer, "all_special_ids", ())]
-        return StopTexts(tokenizer.decode, {id: str(tokenizer.convert_ids_to_tokens(id)) for id in ids})
+        return None if tokenizer is None else StopTexts(tokenizer)
+
+    @cached_property
+    def specials(self) -> Mapping[int, str]:
+        """The special tokens, with their texts."""
+        ids = [*getattr(self._tokenizer, "all_special_ids", ())]
+        return {id: str(self._tokenizer.convert_ids_to_tokens(id)) for id in ids}
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of token ids."""
+        text: str = self._tokenizer.decode(ids)
+        return text
 
     def complete(self, tokens: list[int], stops: Iterable[str]) -> bool:
         """True if the newest token completed a stop text.

@@ -18,10 +18,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SPACE = r"[\x20]?(\n[\x20\t]{0,24})?"
 """White space between parts of JSON: as people indent it, not without end, in which small models lose themselves."""
@@ -237,6 +239,7 @@ class Grammars:
         """The tokens as llguidance has them; takes a second for 50,000."""
         from llguidance import LLTokenizer, TokenizerWrapper
         from llguidance.hf import from_tokenizer
+        from transformers import PreTrainedTokenizerFast
 
         if isinstance(self._hf, PreTrainedTokenizerFast):
             try:

@@ -22,12 +22,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from rlinf.data.weights import Weights
 from rlinf.runtime.base.tasks import cancel_all
+
+if TYPE_CHECKING:
+    import torch  # of which a joiner says hello without
+
+    from rlinf.data.weights import Weights
 
 HELLO_SECONDS = 10.0
 """For a stranger to prove that it knows the token."""
@@ -232,6 +234,8 @@ def _pieces_of(number: int, weights: Weights) -> Iterator[bytes | memoryview]:
 
 
 def _octets(bucket: torch.Tensor) -> Any:
+    import torch
+
     return bucket.detach().view(torch.uint8).numpy()
 
 
@@ -245,6 +249,8 @@ class Assembly:
     """
 
     def __init__(self, number: int, about: Weights, shapes: list[tuple[torch.dtype, int]]):
+        import torch
+
         self._number, self._about = number, about
         self._buckets = [torch.empty(count, dtype=dtype) for dtype, count in shapes]
         self._bucket = self._place = 0

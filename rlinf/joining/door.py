@@ -18,7 +18,6 @@ from rlinf.joining import address
 from rlinf.joining.connection import Connection, Refused, welcome
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all, in_thread
-from rlinf.runtime.transport.network import outward_address
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,10 @@ Elsewhere = Callable[[str, int], Awaitable[str | None]]
 
 def listens_at(join: str) -> str:
     """The "host:port" that a key such as `rollout.join` stands for on this machine."""
+    from rlinf.runtime.transport.network import (
+        outward_address,
+    )  # comes with torch, of which a joiner says hello without
+
     host, _, port = join.rpartition(":")
     return f"{outward_address()}:{port}" if host == "auto" else join
 
@@ -67,7 +70,7 @@ class Door:
         house: is joined.
         role: that they have there, as in `rlinf join`.
         name: of who is joined, for messages.
-        made_of: what they make.
+        made_of: what they make; it may change.
         elsewhere: asked of each one that wants to join; None: it joins here.
     """
 
@@ -75,7 +78,7 @@ class Door:
         self, house: House, role: str, name: str, made_of: Mapping[str, Any], elsewhere: Elsewhere | None = None
     ) -> None:
         self._house, self._role, self._name = house, role, name
-        self._made_of, self._elsewhere = dict(made_of), elsewhere
+        self.made_of, self._elsewhere = dict(made_of), elsewhere
         self.how = ""
         """Command by which one joins."""
         self._server: asyncio.Server | None = None
@@ -133,7 +136,7 @@ class Door:
             if self._elsewhere is not None and (there := await self._elsewhere(token, self.coming - 1)) is not None:
                 await connection.close("go", there)
                 return
-            connection.send("make", self._made_of)
+            connection.send("make", self.made_of)
             async for message in connection.messages():
                 if guest is not None:
                     if (leaves := guest.take(*message)) is not None:

@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
+from rlinf.config.text import RolloutSettings
 from rlinf.engines.base import make
 from rlinf.engines.pool.absent import Absent
-from rlinf.engines.pool.far_side import serve
+from rlinf.engines.pool.far_side import outlined_engine, serve
 from rlinf.engines.pool.pool import Pool
+from rlinf.engines.transformers.plain import outline
 from rlinf.joining.connection import connect
 from tests.engines.transformers.test_engine import VOCABULARY
 
@@ -21,13 +23,18 @@ class Pooled(Pool):
         super().__init__(own, setup.compute, {}, setup.name)
         self.setup, self.sides, self.where = setup, [], ""
 
-    async def joins(self, **settings):
-        """Have one more join; returns its task and what has it leave."""
+    async def joins(self, config=None, **settings):
+        """Have one more join; returns its task and what has it leave. Of a configuration it has an outline alone."""
         leave, ready = asyncio.Event(), asyncio.Event()
         host, _, port = self.where.rpartition(":")
         connection = await connect(host, int(port), TOKEN)
 
-        async def build():
+        async def build(weights_come):
+            if config is not None:
+                assert weights_come
+                more = {"max_length": None, "padding": (), "tokenizer": {"characters": "ab"}}
+                how = RolloutSettings(max_rows=self.setup.max_rows, engine="transformers", dtype="float32")
+                return await outlined_engine("outlined", outline=outline(config), settings=how, **more)
             return await make("transformers", replace(self.setup, **settings))
 
         side = asyncio.create_task(serve(connection, build, ready.set, leave))

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rlinf.data.sample import ImageRef
+from rlinf.data.tokenizer import LateTokenizer
 from rlinf.data.weights import Weights
-from rlinf.engines.base import Sampling
+from rlinf.engines.base import Sampling, StopTexts
 from rlinf.engines.pool.pool import Call, Pool
 from rlinf.joining.connection import Refused, connect
 from rlinf.runtime.base.errors import UserError
@@ -344,6 +345,17 @@ async def test_without_an_engine_of_its_own_answers_wait_for_one_each_time_and_g
     found = await asyncio.gather(*tasks)
     right(singles, {one.id: one for one in found}, 1)
     assert pool._ones == {}
+
+
+async def test_who_knows_no_more_than_an_outline_of_the_model_answers_by_the_weights_that_come(started):
+    pool = await started("tests.engines.pooled.nobody", max_rows=4)
+    model = tiny(seed=1)
+    await pool.load(packed(model, 4))
+    await pool.joins(model.config)
+    requests = ragged(6, Sampling(8))
+    right(requests, await answers(pool, requests), 1)
+    stops = StopTexts.of(LateTokenizer({"characters": "ab"}))
+    assert [stops.complete([3, token], ["ab", "<eos>"]) for token in (4, 1, 3)] == [True, True, False]
 
 
 async def test_what_waits_for_an_engine_is_taken_out_aborted_or_cancelled_without_one(started):

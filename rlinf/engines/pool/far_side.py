@@ -10,16 +10,20 @@ import asyncio
 import os
 import socket
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from typing import TYPE_CHECKING, Any
 
-from rlinf.engines.base import Completion, Engine, Request
 from rlinf.joining.connection import Connection
 from rlinf.joining.door import told_to_make, work_until_over
 from rlinf.runtime.base.tasks import in_thread
 
-Build = Callable[..., Awaitable[Engine]]
+if TYPE_CHECKING:
+    from rlinf.config.text import RolloutSettings
+    from rlinf.data.tokenizer import TokenizerSource
+    from rlinf.engines.base import Completion, Engine, Request  # come with torch, of which hello is said without
+
+Build = Callable[..., "Awaitable[Engine]"]
 """Makes the engine of what the job sends about it."""
 
 
@@ -148,3 +152,48 @@ class FarSide:
         withdrawn = [one for one in self._waiting if one.id in ids]
         self._waiting = deque(one for one in self._waiting if one.id not in ids)
         return withdrawn
+
+
+async def outlined_engine(
+    name: str,
+    *,
+    outline: Mapping[str, Any],
+    max_length: int | None,
+    padding: tuple[int, ...],
+    tokenizer: TokenizerSource,
+    settings: RolloutSettings,
+) -> Engine:
+    """Make an engine whose weights are yet to come from the job, without transformers and the model's files.
+
+    Args:
+        name, max_length, padding: see `EngineSetup`.
+        outline: of its model; see `rlinf.engines.transformers.plain.outline`.
+        tokenizer, settings: see `rlinf.actors.rollout.Rollout.setup`.
+    """
+    import torch  # here and below: hello is said before it is there
+
+    from rlinf.data.tokenizer import LateTokenizer
+    from rlinf.engines.base import EngineSetup, make
+    from rlinf.engines.transformers.plain import PlainModel
+    from rlinf.runtime.base.tensors import own_device
+
+    dtype = getattr(torch, settings.dtype)
+
+    @contextmanager
+    def build() -> Iterator[Any]:
+        yield PlainModel.on(own_device(), dtype, outline)
+
+    setup = EngineSetup(
+        name=name,
+        model=outline,
+        build_model=build,
+        tokenizer=LateTokenizer(tokenizer),  # type: ignore[arg-type]  # to all who ask it is one
+        dtype=dtype,
+        drafts=settings.drafts,
+        max_rows=settings.max_rows,
+        max_tokens=settings.max_tokens,
+        max_length=max_length,
+        padding=padding,
+        kv=settings.kv,
+    )
+    return await make(settings.engine, setup, settings.engine_args)

@@ -205,7 +205,7 @@ class Pool(Engine):
     Args:
         own: the job's own engine.
         compute: runs blocking work on its device.
-        made_of: what a joiner's engine is made from.
+        made_of: what a joiner's engine is made from; it is told besides whether `weights_come` before any request.
         name: whose engine it is, for messages.
         silence: see `Member`.
         waiting: opened while answers wait for the first engine.
@@ -229,7 +229,7 @@ class Pool(Engine):
         self.members: set[Member] = set()
         """Those that have joined."""
         self._compute, self._silence, self._name, self._waiting = compute, silence, name, waiting
-        self._door = Door(self, "rollout", name, made_of, elsewhere)
+        self._door = Door(self, "rollout", name, {**made_of, "weights_come": False}, elsewhere)
         self.where: str | None = None
         """Where engines may join."""
         self._own_answers = not isinstance(own, Absent)
@@ -500,6 +500,7 @@ class Pool(Engine):
         if weights.adapter is None:
             here = all(bucket.device.type == "cpu" for bucket in weights.buckets) and weights.version_now is None
             self._newest = weights if here else await self._compute(_copied, weights)
+            self._door.made_of["weights_come"] = True
             for member in self.members:
                 member.publish(self._newest)
 

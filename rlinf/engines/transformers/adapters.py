@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from rlinf.data.weights import Weights
-from rlinf.models.language.lora import ranks_of
 
 PRODUCTS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -64,6 +63,8 @@ class RowAdapters:
 
     def check(self, weights: Weights) -> None:
         """Raise ValueError unless these adapters fit the model; changes nothing."""
+        from rlinf.models.language.lora import ranks_of  # comes with transformers, which takes two seconds
+
         ranks_of(weights, {name: (each.out_features, each.in_features) for name, each in self._layers.items()})
 
     @torch.no_grad()

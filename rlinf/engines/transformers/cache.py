@@ -16,12 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from rlinf.engines.base import Request
 
@@ -396,71 +394,6 @@ def _blank(like: Tensor, rows: int, columns: int) -> Tensor:
 
 def _longer(array: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([array, np.full(size - len(array), -1, dtype=array.dtype)])
-
-
-class _Columns(CacheLayerMixin):
-    """The attention of one layer, its columns in a band."""
-
-    def __init__(self, band: Band, number: int):
-        super().__init__()
-        self._band, self._number = band, number
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the band has its memory."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._band.write(self._number, key_states[:, :, 0], value_states[:, :, 0])
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._band.width + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self._band.width
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _ColumnsAndStates(LinearAttentionLayer, _Columns):  # type: ignore[override]  # as transformers' own
-    """One layer with both."""
-
-    def __init__(self, band: Band, number: int, states: int):
-        _Columns.__init__(self, band, number)
-        LinearAttentionLayer.__init__(self, number_of_states=states)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do: the band has its memory."""
-
-
-class BandCache(Cache):
-    """A band as transformers' models take it, for one token per row.
-
-    Args:
-        band: holds what was read.
-        like: the cache into which the model reads texts, for the kind of each layer.
-    """
-
-    def __init__(self, band: Band, like: Cache):
-        layers: list[Any] = [_layer(band, number, layer) for number, layer in enumerate(like.layers)]
-        for (number, kind, which), state in band.states():
-            layer = layers[number]
-            getattr(layer, kind)[which] = state
-            getattr(layer, f"is_{kind}_initialized")[which] = True
-            layer.has_previous_state[which] = True
-            if kind == "conv_states":
-                layer.conv_kernel_size[which] = state.shape[-1]
-        super().__init__(layers=layers)
-
-
-def _layer(band: Band, number: int, like: Any) -> Any:
-    if type(like).__name__ == "DummyLayer":  # keeps nothing; transformers has it from 5.18 on
-        return type(like)()
-    if not isinstance(like, LinearAttentionCacheLayerMixin):
-        return _Columns(band, number)
-    if isinstance(like, CacheLayerMixin):
-        return _ColumnsAndStates(band, number, like.number_of_states)
-    return LinearAttentionLayer(number_of_states=like.number_of_states)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,13 +13,11 @@ import time
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rlinf.data.images import Pictures
 from rlinf.data.weights import Weights
 from rlinf.engines.base import (
     Completion,
@@ -45,6 +43,11 @@ from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.engines.usual_lengths import UsualLengths
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import InThreads, in_thread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from rlinf.data.images import Pictures
 
 logger = logging.getLogger(__name__)
 _APART, _SILENCE = 0.005, 0.25

@@ -13,13 +13,14 @@ tokens to other experts.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from rlinf.models.language.moe import routers_of
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 BLOCK = 128
 """Rows and columns that share a scale, as in DeepSeek-V3 and in the servers that read its weights."""
@@ -114,6 +115,8 @@ class Float8Weights:
 
 def names_of(model: PreTrainedModel) -> frozenset[str]:
     """Parameters that are rounded: matrices of linear layers and of experts, but for the head's and the routers'."""
+    from rlinf.models.language.moe import routers_of  # comes with DTensors, which take half a second
+
     others: set[nn.Module | None] = {model.get_output_embeddings(), *map(model.get_submodule, routers_of(model))}
     names = {
         f"{path}.{name}"

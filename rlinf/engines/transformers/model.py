@@ -14,37 +14,33 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionCacheLayerMixin,
-)
 
-from rlinf.data.images import GRID, Pictures
+from rlinf.data.images import GRID
 from rlinf.data.sample import ImageRef
 from rlinf.data.weights import Weights, misfits
 from rlinf.engines.base import TextScores
 from rlinf.engines.transformers.adapters import Own, RowAdapters
-from rlinf.engines.transformers.cache import Band, BandCache, Layers, Place
+from rlinf.engines.transformers.cache import Band, Layers
 from rlinf.engines.transformers.float8 import Float8Weights
 from rlinf.engines.transformers.int8 import Int8Layers, Int8Linear, Int8Weight, join
-from rlinf.models.language.moe import Routers, watch
 from rlinf.models.language.truth import Results, Truth, blocks, length_of_text
 from rlinf.models.offload import Parking
 from rlinf.runtime.base.tensors import give_back_freed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.cache_utils import Cache
+
+    from rlinf.data.images import Pictures
+    from rlinf.models.language.moe import Routers
 
 _TOKENS = 8192
 """Tokens read at once, padding included: bounds the memory it takes."""
@@ -107,10 +103,23 @@ class ModelForward:
         self._routes: list[Tensor] = []  # of the passes since somebody asked
         self._takes = set(inspect.signature(type(model).forward).parameters)
         self._cache_name = "past_key_values" if "past_key_values" in self._takes else "cache_params"
-        self._like = _cache(model)
-        self.pads = not any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self._like.layers)
+
+    @cached_property
+    def _caches(self) -> Any:
+        """The module of transformers' caches, which the lean forward does without: it takes two seconds to import."""
+        from rlinf.engines.transformers import own_caches
+
+        return own_caches
+
+    @cached_property
+    def _like(self) -> Cache:
+        """A cache as the model has it."""
+        return self._caches.empty_cache(self._model)  # type: ignore[no-any-return]
+
+    @property
+    def pads(self) -> bool:
         """Texts of different lengths can be read together; a state of fixed size would remember their padding."""
-        self._attends = any(isinstance(layer, CacheLayerMixin) for layer in self._like.layers)
+        return not self._caches.keeps_states(self._like)
 
     def read(
         self,
@@ -131,7 +140,7 @@ class ModelForward:
         Returns:
             Logits after the last token, [rows, vocabulary], and what the model remembers of all, the past included.
         """
-        cache = _cache(self._model)
+        cache = self._caches.empty_cache(self._model)
         for number, pair in enumerate(() if past is None else past.pairs):
             cache.update(*pair, number)
         pixels: dict[str, Tensor] = {}
@@ -145,7 +154,8 @@ class ModelForward:
             (empty, empty) if getattr(layer, "keys", None) is None else (layer.keys, layer.values)
             for layer in cast(list[Any], cache.layers)
         ]
-        return logits, Layers(pairs, *_states(cache), shifts)
+        states, places = self._caches.states_of(cache)
+        return logits, Layers(pairs, states, places, shifts)
 
     def _seen(
         self,
@@ -208,6 +218,8 @@ class ModelForward:
     @torch.inference_mode()
     def watch(self) -> bool:
         """Have `routes` told from now on; False where the model has no experts, or chooses them in an unknown way."""
+        from rlinf.models.language.moe import watch  # comes with DTensors, which take half a second
+
         self._routers = watch(self._model)
         if self._routers is not None:
             self._model(input_ids=torch.arange(2, device=self.device)[None], use_cache=False)
@@ -267,12 +279,12 @@ class ModelForward:
 
     def _in_pieces(self, ids: Tensor, room: int) -> Iterator[Tensor]:
         """Logits after every token of texts, [rows, some, vocabulary], of so many columns at a time."""
-        whole, cache = ids.shape[1] <= room, _cache(self._model)
+        whole = ids.shape[1] <= room
+        remembering = {} if whole else {self._cache_name: self._caches.empty_cache(self._model)}
         for piece in ids.split(room, dim=1):
             if piece.shape[1] == 0:  # of a single token nothing is scored
                 yield torch.empty((*piece.shape, self.vocabulary), device=self.device)
                 continue
-            remembering = {} if whole else {self._cache_name: cache}
             yield self._model(input_ids=piece, use_cache=not whole, **remembering).logits
             if self._routers is not None:
                 self._routers.taken()  # nobody generates from them
@@ -318,8 +330,9 @@ class ModelForward:
         return torch.stack(logits_of_steps, dim=1).float()
 
     def _step(self, ids: Tensor, positions: Tensor, band: Band) -> Tensor:
-        real = band.real() if self._attends else None
-        return self._logits_of(ids[:, None], positions[:, None], real, BandCache(band, self._like))
+        real = band.real() if self._caches.keeps_columns(self._like) else None
+        cache = self._caches.BandCache(band, self._like)
+        return self._logits_of(ids[:, None], positions[:, None], real, cache)
 
     def _logits_of(
         self, ids: Tensor, positions: Tensor, mask: Tensor | None, cache: Cache, pixels: dict[str, Tensor] | None = None
@@ -448,30 +461,6 @@ def positions_of(ids: Tensor, real: Tensor | None) -> Tensor:
     return (real.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
 
 
-def _cache(model: PreTrainedModel) -> Cache:
-    """An empty cache of the layers that the model has; windows are not cut, so that all columns stand side by side."""
-    cache = DynamicCache(config=model.config)
-    for number, layer in enumerate(cache.layers):
-        if type(layer) is DynamicSlidingWindowLayer:
-            cache.layers[number] = DynamicLayer()
-        elif type(layer) is LinearAttentionAndSlidingWindowAttentionLayer:
-            cache.layers[number] = LinearAttentionAndFullAttentionLayer(number_of_states=layer.number_of_states)
-    return cache
-
-
-def _states(cache: Cache) -> tuple[list[Tensor], list[Place]]:
-    """States of fixed size in a cache, and where they lie."""
-    states, places = [], []
-    for number, layer in enumerate(cache.layers):
-        if isinstance(layer, LinearAttentionCacheLayerMixin):
-            for kind in ("conv_states", "recurrent_states"):
-                for which, state in getattr(layer, kind).items():
-                    if state is not None:
-                        states.append(state)
-                        places.append((number, kind, which))
-    return states, places
-
-
 def _measures(logits: Tensor, ids: Tensor, top: int) -> tuple[Tensor, ...]:
     """Columns of `TextScores`, [rows, tokens] and [rows, tokens, top], of tokens by the logits before them."""
     logprobs = logits.float().log_softmax(-1)
@@ -530,6 +519,7 @@ class LeanForward(ModelForward):
     """
 
     verifies = True
+    pads = True  # type: ignore[assignment]  # it has attention alone
 
     def __init__(self, model: PreTrainedModel, version: int):
         super().__init__(model, version)
@@ -568,6 +558,9 @@ class LeanForward(ModelForward):
         for number, block in enumerate(self.blocks):
             hidden = block.step(hidden, cos, sin, bands, masks[block.window], number)
         return self.logits(hidden)
+
+    def watch(self) -> bool:
+        return False  # a Llama has no experts
 
     def _held(self) -> list[Tensor]:
         return [*super()._held(), self._cos, self._sin]

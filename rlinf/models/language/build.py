@@ -29,6 +29,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     GenerationConfig,
+    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -130,11 +131,18 @@ def _check_whole(source: str, missing: Collection[str]) -> None:
         )
 
 
+def config_of(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The configuration of a saved model, or of a new one, its defaults filled in."""
+    config: PretrainedConfig = (
+        pretrained(AutoConfig, source) if isinstance(source, str) else new_config(source, tokenizer)
+    )
+    return config
+
+
 def cost_of(source: ModelSource, tokenizer: PreTrainedTokenizerBase) -> ModelCost | None:
     """Operations and bytes of a model by its configuration; None of one that is no transformer as we know them."""
-    config = pretrained(AutoConfig, source) if isinstance(source, str) else new_config(source, tokenizer)
     try:
-        return ModelCost.of(config)
+        return ModelCost.of(config_of(source, tokenizer))
     except AttributeError:
         return None
 

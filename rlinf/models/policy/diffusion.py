@@ -18,24 +18,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from rlinf.algos.loss_sum import LossSum
-from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.models.policy import lerobot
-from rlinf.models.policy.actor_critic import perceptron
 from rlinf.models.policy.base import (
     Drawn,
     Evaluated,
     Generator,
     Observation,
-    Policy,
     PolicyConfig,
     Stored,
     looked_at,
@@ -45,7 +41,7 @@ from rlinf.models.policy.base import (
 from rlinf.models.policy.diffusion_network import SIZES, DiffusionNetwork
 from rlinf.models.policy.published import to_be_read
 from rlinf.models.policy.resnet import BACKBONES
-from rlinf.models.policy.robots import RobotActions, Scaling, cameras, resized
+from rlinf.models.policy.robots import cameras, resized
 from rlinf.models.policy.vla.flow import density
 
 Method = Literal["DDPM", "DDIM"]
@@ -91,23 +87,10 @@ def signal(about: Mapping[str, Any]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DiffusionConfig(PolicyConfig):
-    """Configuration of `DiffusionPolicy`. A directory says all but the simulator's bounds."""
+class DiffusionConfig(lerobot.LeRobotConfig):
+    """Configuration of `DiffusionPolicy`."""
 
-    image: tuple[int, int, int] | None = None
-    """Height, width and channels of the observation's "rgb": 3 for each camera in each of the observations that are
-    seen at once; null without pictures."""
-    state_size: int = 0
-    """Numbers of the observation's "state", of all observations that are seen at once."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """LeRobot's config.json, or some of its keys, such as `horizon` and `down_dims`; others are as LeRobot's."""
-    statistics: Mapping[str, Any] = field(default_factory=dict)
-    """Statistics of `state` and `actions`, or by the names of LeRobot's features; empty: numbers are used as they are,
-    and actions are in [-1, 1]."""
-    pictures: Mapping[str, Any] | None = None
-    """Mean and deviation of the pictures of each camera, by its name; null for ImageNet's."""
-    gripper: str = "same"
-    """Convention of the gripper."""
+    kind: ClassVar[str] = "diffusion"
     method: Method | None = None
     """Steps of DDPM or DDIM; null as the model says."""
     steps: int | None = None
@@ -115,12 +98,6 @@ class DiffusionConfig(PolicyConfig):
     min_std: float = 0.1
     """Least standard deviation of a step that draws, on the scale of normalised actions. With 0 DDPM draws as LeRobot
     evaluates, and the last step, which is certain then, counts in no log-prob."""
-    critic_hidden: tuple[int, ...] = (256,)
-    """Widths of the value head's hidden layers."""
-    action_low: tuple[float, ...] = ()
-    """Least value of each number of an action in the simulator; without, -1."""
-    action_high: tuple[float, ...] = ()
-    """Greatest values; without, 1."""
 
     def __post_init__(self) -> None:
         PolicyConfig.__post_init__(self)  # super() does not work in a dataclass with slots
@@ -129,8 +106,7 @@ class DiffusionConfig(PolicyConfig):
             if about.get(key, choices[0]) not in choices:
                 values = ", ".join(map(repr, choices))
                 raise ValueError(f"policy diffusion: model.{key}={about[key]!r} must be one of {values}")
-        lerobot.check_kinds(about, "diffusion")
-        lerobot.check_fit(about, "diffusion", self)
+        self.check_directory()
         if lerobot.STATE not in about["input_features"]:
             raise ValueError("policy diffusion: model.input_features must have observation.state, which it looks at")
         frames, horizon, shorter = sizes["n_obs_steps"], sizes["horizon"], 2 ** len(sizes["down_dims"])
@@ -176,14 +152,11 @@ class DiffusionConfig(PolicyConfig):
         return count
 
 
-class DiffusionPolicy(Policy):
+class DiffusionPolicy(lerobot.LeRobotPolicy):
     """Looks at "rgb", uint8 [N, H, W, 3 k K], and "state", float32 [N, K S], of the last K observations, the oldest
     first."""
 
     Config: ClassVar[type[PolicyConfig]] = DiffusionConfig
-    published = ("config.json", "*.safetensors")
-    small_files: ClassVar[tuple[str, ...]] = ("config.json", *lerobot.FILES, "train_config.json")
-    own = ("critic.*",)
 
     def __init__(self, config: DiffusionConfig):
         super().__init__(config)
@@ -200,44 +173,11 @@ class DiffusionPolicy(Policy):
                 state=sum(lerobot.states_of(about)),
                 numbers=config.action_size,
             )
-        self.critic: nn.Module | None = None
-        if config.value_level is not None:
-            outputs = config.chunk if config.value_level == "action" else 1
-            self.critic = perceptron(
-                self.diffusion.condition, config.critic_hidden, outputs, gain=0.0, activation=nn.ReLU
-            )
-        self._around = lerobot.Processors(about, config.statistics, config.pictures)
-        self._robot = self.actions_of(config, self._around.actions)
+        self.surround(self.diffusion.condition)
         self._noise, self._signal = about, signal(about)
         self._method = config.method or about["noise_scheduler_type"]
         apart = about["num_train_timesteps"] // config.denoising
         self._times = [(number * apart, (number - 1) * apart) for number in reversed(range(config.denoising))]
-
-    # Directories ------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def published_settings(cls, directory: Path) -> dict[str, Any]:
-        """See `Policy.published_settings`.
-
-        Raises:
-            ValueError: it is of another policy, or has no statistics.
-        """
-        return lerobot.opened(directory, "diffusion")
-
-    @classmethod
-    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
-        """See `Policy.with_statistics`; lerobot's files have no place for the name, and are float32."""
-        return {"statistics": lerobot.counted(statistics)}
-
-    @classmethod
-    def actions_of(cls, config: DiffusionConfig, scaling: Scaling | None) -> RobotActions:
-        """See `Policy.actions_of`."""
-        return lerobot.robot_actions(config, scaling)
-
-    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
-        """See `Policy.write_published`; processors with the statistics that it acts by."""
-        super().write_published(directory, state)
-        self._around.write(directory, self.files)
 
     def blocks(self) -> Sequence[nn.Module]:
         """Blocks of the U-Net."""
@@ -270,10 +210,6 @@ class DiffusionPolicy(Policy):
             stored["rgb"] = resized(pictures, self._side, "bilinear").contiguous()
         return stored
 
-    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
-        """Normalised numbers, [N, H, A]."""
-        return self._robot.to_model(actions)
-
     # What comes out ---------------------------------------------------------------------------------------------------
 
     def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
@@ -292,9 +228,9 @@ class DiffusionPolicy(Policy):
             mean, std = self._step(chain[-1], step, condition, draws=draws)
             chain.append(mean + std * numbers[:, number + 1] if draws else mean)
             scores.append(_likely(chain[-1], mean, std)[0])
-        actions = self._robot.to_simulator(self._done(chain[-1]))
+        actions = self.robot.to_simulator(self._done(chain[-1]))
         logprobs = self._done(torch.stack(scores, 1).sum(1)) / self._counted
-        return Drawn(actions, torch.stack(chain, 1), logprobs, self._values(condition))
+        return Drawn(actions, torch.stack(chain, 1), logprobs, self.values(condition))
 
     def score(self, stored: Stored) -> Evaluated:
         """See `Policy.score`; all steps at once.
@@ -313,15 +249,7 @@ class DiffusionPolicy(Policy):
             self._done(each.unflatten(0, (-1, count)).sum(1)) / self._counted
             for each in _likely(chain[:, 1:].flatten(0, 1), mean, std)
         )
-        return Evaluated(logprobs, entropy, self._values(condition))
-
-    @torch.no_grad()
-    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
-        """See `Policy.value`."""
-        values = self._values(self._condition(self.inputs(observation)))
-        if values is None:
-            raise ValueError("policy: value_level is null, so there is no critic to ask for values")
-        return values if values.ndim == 1 else values[:, 0]
+        return Evaluated(logprobs, entropy, self.values(condition))
 
     def imitate(self, stored: Stored, mask: Tensor | None = None, generator: Generator = None) -> LossSum:
         """The authors' loss: the mean of (e - e')^2 of the noise at a random step, or of the actions.
@@ -387,18 +315,15 @@ class DiffusionPolicy(Policy):
         """Steps that count in log-probs."""
         return max(1, len(self._times) - (self.config.min_std == 0.0))
 
-    def _condition(self, inputs: Stored, places: Tensor | None = None) -> Tensor:
-        """The condition that the network denoises by, [N, numbers]."""
-        own, world = self._around.states(inputs["state"].unflatten(1, (self._frames, -1)))
-        pictures = self._around.pictures(inputs["rgb"]) if "rgb" in inputs else None
-        return self.diffusion.seen(own, world, pictures, places)
+    def features(self, inputs: Stored) -> Tensor:
+        """The condition that the network denoises by, which the value head reads, too."""
+        return self._condition(inputs)
 
-    def _values(self, condition: Tensor) -> Tensor | None:
-        """Values [N] or [N, C]."""
-        if self.critic is None:
-            return None
-        values: Tensor = self.critic(condition.detach().float())
-        return values if self.config.value_level == "action" else values[:, 0]
+    def _condition(self, inputs: Stored, places: Tensor | None = None) -> Tensor:
+        """The condition, [N, numbers]; of pictures cropped at `places`."""
+        own, world = self.around.states(inputs["state"].unflatten(1, (self._frames, -1)))
+        pictures = self.around.pictures(inputs["rgb"]) if "rgb" in inputs else None
+        return self.diffusion.seen(own, world, pictures, places)
 
     def _done(self, x: Tensor) -> Tensor:
         """The chunk that is done, [N, C, A] of [N, H, A]."""

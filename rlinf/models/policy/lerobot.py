@@ -5,6 +5,8 @@
     policy_postprocessor.json       the steps behind it
     policy_preprocessor_step_3_normalizer_processor.safetensors     `observation.state.mean` and so on
 
+`LeRobotPolicy` is what the policies share that live in such a directory as a whole: all but their network.
+
 Numbers of features are mappings of lists: `{"observation.state": {"mean": [...], "std": [...]}, "action": {...}}`.
 """
 
@@ -12,15 +14,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load, load_file, save
-from torch import Tensor
+from torch import Tensor, nn
 
 from rlinf.data.demonstrations.statistics import FeatureStatistics
 from rlinf.data.safetensors_io import write_text
+from rlinf.models.policy.actor_critic import perceptron
+from rlinf.models.policy.base import Observation, Policy, PolicyConfig, Stored
 from rlinf.models.policy.robots import Embodiment, RobotActions, Scale, Scaling
 
 PROCESSORS = ("policy_preprocessor", "policy_postprocessor")
@@ -416,3 +421,115 @@ class Processors:
 def _size_of_actions(about: Mapping[str, Any]) -> int:
     size: int = about["output_features"][ACTION]["shape"][0]
     return size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeRobotConfig(PolicyConfig):
+    """Configuration of a policy in a directory, which says all but the simulator's bounds."""
+
+    kind: ClassVar[str]
+    """The `type` that a config.json says."""
+    image: tuple[int, int, int] | None = None
+    """Height, width and channels of the observation's "rgb": 3 for each camera in each of the observations that are
+    seen at once; null without pictures."""
+    state_size: int = 0
+    """Numbers of the observation's "state", of all observations that are seen at once; 0 does not look at it."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """LeRobot's config.json, or some of its keys, such as `chunk_size` or `horizon`; others are as LeRobot's."""
+    statistics: Mapping[str, Any] = field(default_factory=dict)
+    """Statistics of `state` and `actions`, or by the names of LeRobot's features; empty: numbers are used as they are,
+    and actions are in [-1, 1]."""
+    pictures: Mapping[str, Any] | None = None
+    """Mean and deviation of the pictures of each camera, by its name; null for ImageNet's, as LeRobot trains."""
+    gripper: str = "same"
+    """Convention of the gripper."""
+    critic_hidden: tuple[int, ...] = (256,)
+    """Widths of the value head's hidden layers."""
+    action_low: tuple[float, ...] = ()
+    """Least value of each number of an action in the simulator; without, -1."""
+    action_high: tuple[float, ...] = ()
+    """Greatest values; without, 1."""
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """The whole config.json, as lerobot reads it."""
+        raise NotImplementedError
+
+    def check_directory(self) -> None:
+        """See that numbers can be normalised as config.json says, and that it is for this environment.
+
+        Raises:
+            ValueError: one is not so.
+        """
+        check_kinds(self.about, self.kind)
+        check_fit(self.about, self.kind, self)
+
+
+class LeRobotPolicy(Policy):
+    """All of a policy in a directory but its network, of whose features a head of its own reads values."""
+
+    published = ("config.json", "*.safetensors")
+    small_files: ClassVar[tuple[str, ...]] = ("config.json", *FILES, "train_config.json")
+    critic: nn.Module | None
+
+    def surround(self, features: int) -> None:
+        """Make what lies around the network: the value head, and the scales of what it sees and does.
+
+        Args:
+            features: numbers that the value head reads.
+        """
+        config = self.config
+        self.critic = None
+        if config.value_level is not None:
+            outputs = config.chunk if config.value_level == "action" else 1
+            self.critic = perceptron(features, config.critic_hidden, outputs, gain=0.0, activation=nn.ReLU)
+        self.around = Processors(config.about, config.statistics, config.pictures)
+        self.robot = self.actions_of(config, self.around.actions)
+
+    @classmethod
+    def published_settings(cls, directory: Path) -> dict[str, Any]:
+        """See `Policy.published_settings`.
+
+        Raises:
+            ValueError: it is of another policy, or has no statistics.
+        """
+        kind: Any = cls.Config
+        return opened(directory, kind.kind)
+
+    @classmethod
+    def with_statistics(cls, name: str, statistics: Mapping[str, FeatureStatistics], episodes: int) -> dict[str, Any]:
+        """See `Policy.with_statistics`; lerobot's files have no place for the name, and are float32."""
+        return {"statistics": counted(statistics)}
+
+    @classmethod
+    def actions_of(cls, config: LeRobotConfig, scaling: Scaling | None) -> RobotActions:
+        """See `Policy.actions_of`."""
+        return robot_actions(config, scaling)
+
+    def write_published(self, directory: Path, state: Mapping[str, Tensor]) -> None:
+        """See `Policy.write_published`; processors with the statistics that it acts by."""
+        super().write_published(directory, state)
+        self.around.write(directory, self.files)
+
+    def encode(self, actions: Tensor, inputs: Stored) -> Tensor:
+        """Normalised numbers, [N, L, A]."""
+        return self.robot.to_model(actions)
+
+    def features(self, inputs: Stored) -> Tensor:
+        """Features that the value head reads, [N, numbers]."""
+        raise NotImplementedError
+
+    def values(self, features: Tensor) -> Tensor | None:
+        """Values [N] or [N, C] of what the head reads, which gets no gradient; None without a head."""
+        if self.critic is None:
+            return None
+        values: Tensor = self.critic(features.detach().float())
+        return values if self.config.value_level == "action" else values[:, 0]
+
+    @torch.no_grad()
+    def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:
+        """See `Policy.value`."""
+        values = self.values(self.features(self.inputs(observation)))
+        if values is None:
+            raise ValueError("policy: value_level is null, so there is no critic to ask for values")
+        return values if values.ndim == 1 else values[:, 0]

@@ -9,10 +9,11 @@ import torch
 
 from rlinf import ActorSystem
 from rlinf.actors.replicas import far_side
+from rlinf.actors.replicas import joined as joined_side
 from rlinf.actors.trainer import Trainer
 from rlinf.joining.connection import connect
 from tests.actors import toys
-from tests.actors.test_trainer import SHARED, flat, system_actor
+from tests.actors.test_trainer import SHARED, flat, scored, spoilt, system_actor
 
 TOKEN = "of this job"
 SMALL = {"micro_batch_tokens": 20, "lr": 0.01}
@@ -40,7 +41,9 @@ class Joined:
             await self.runner._changed.wait()
 
     async def all_current(self):
-        await self.until(lambda: all(one.peer.current and one.stamp is not None for one in self.runner.members))
+        """Those that answer have the weights."""
+        working = [one for one in self.runner.members if one._computes is None]
+        await self.until(lambda: all(one.peer.current and one.stamp is not None for one in working))
 
     async def close(self):
         for task in self.tasks:
@@ -73,17 +76,19 @@ async def spawn(monkeypatch):
 
 @pytest.fixture
 def computed(monkeypatch):
-    """Numbers of micro-batches that replicas computed; those in `deadly`, counted from 1, they die of."""
+    """Numbers of micro-batches that replicas had; those in `deadly`, counted from 1, they die of, and those in `mute`
+    they never answer."""
 
     class Computed(list):
-        deadly = frozenset()
+        deadly = mute = frozenset()
 
     numbers, compute = Computed(), far_side.FarSide._compute
 
     async def counted(self, number, command, version):
         numbers.append(number)
-        if len(numbers) in numbers.deadly:
+        if (count := len(numbers)) in numbers.deadly:
             self._connection.abandon()
+        if count in numbers.deadly or count in numbers.mute:
             await asyncio.get_running_loop().create_future()
         await compute(self, number, command, version)
 
@@ -92,13 +97,12 @@ def computed(monkeypatch):
 
 
 HELD = {"lora": {"r": 4, "alpha": 8, "target_modules": "auto"}, "reference": "adapters_off"}
+OTHERS = [{}, {"algorithm": "gspo", "epochs": 2, "order": "arrival"}, {"kind": "muon", "dtype": "bfloat16"}]
 HOWS = [
-    {},
+    *(pytest.param(how, marks=pytest.mark.repeated) for how in OTHERS),
     {"epochs": 2, "minibatches": 3},
     {"algorithm": "grpo_tis", "minibatches": 2},
-    {"algorithm": "gspo", "epochs": 2, "order": "arrival"},
     {**HELD, "algorithm": {"name": "grpo", "overrides": {"kl": {"place": "loss"}}}},
-    {"kind": "muon", "dtype": "bfloat16"},
 ]
 
 
@@ -121,8 +125,64 @@ async def test_weights_and_metrics_are_bit_for_bit_those_of_a_trainer_alone(spaw
     assert len(computed) >= 4  # of each later batch each replica had one
 
 
-@pytest.mark.parametrize("deadly", [{1}, {2, 3}, {4}, {3, 5}])
+@pytest.mark.parametrize(
+    "deadly", [{2, 3}, *(pytest.param(some, marks=pytest.mark.repeated) for some in ({1}, {4}, {3, 5}))]
+)
 async def test_what_a_replica_had_that_is_lost_is_computed_by_others(spawn, computed, deadly):
     computed.deadly = deadly
     joined = await alike(spawn, computed, {"epochs": 2})
     assert len(joined.runner.members) == 2 - len(deadly)
+
+
+async def test_a_replica_that_lives_and_does_not_answer_holds_no_step_up(spawn, computed, monkeypatch):
+    monkeypatch.setattr(joined_side, "SILENCE", 0.01)  # or any: whoever computes it, it is the same
+    computed.mute = {1, 3}
+    joined = await alike(spawn, computed, {})
+    assert len(joined.runner.members) == 2
+
+
+async def test_one_that_is_told_to_leave_says_so_and_the_others_end_with_the_job(spawn, computed):
+    joined = await spawn()
+    leave, _ = await joined.joins(), await joined.joins()
+    await joined.trainer.train(BATCHES[0])
+    await joined.all_current()
+    before = len(computed)
+    training = asyncio.ensure_future(joined.trainer.train(BATCHES[1]))
+    await joined.until(lambda: len(computed) > before)
+    leave.set()
+    await training
+    await joined.until(lambda: len(joined.runner.members) == 1)
+    await joined.runner.close()
+    assert "told to leave" in await joined.tasks[0]
+    assert "has ended" in await joined.tasks[1]
+
+
+async def test_a_step_that_fails_or_is_cancelled_leaves_nothing_behind(spawn, computed, tmp_path):
+    how = {"order": "arrival"}
+    alone, joined = await spawn(join=False, **how), await spawn(**how)
+    await joined.joins()
+    for trainer in (alone, joined.trainer):
+        with pytest.raises(FloatingPointError):
+            await trainer.train([*BATCHES[0][:4], spoilt(scored(number=9)), *BATCHES[0][4:]])
+        await trainer.save(tmp_path / str(trainer is alone))
+        await trainer.train(BATCHES[1])
+
+    async def endless():
+        for group in BATCHES[2]:
+            yield group
+        await asyncio.get_running_loop().create_future()
+
+    await joined.all_current()
+    before = len(computed)
+    training = asyncio.ensure_future(joined.trainer.train(endless()))
+    await joined.until(lambda: len(computed) > before)
+    training.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await training
+    assert torch.equal(await flat(joined.trainer), await flat(alone))
+    for trainer in (alone, joined.trainer):  # back to weights that the replica does not have any more
+        await trainer.restore(tmp_path / str(trainer is alone))
+    assert await joined.trainer.train(BATCHES[2]) == await alone.train(BATCHES[2])
+    await joined.all_current()
+    assert await joined.trainer.train(BATCHES[0]) == await alone.train(BATCHES[0])
+    assert torch.equal(await flat(joined.trainer), await flat(alone))

@@ -25,10 +25,10 @@ from tests.runtime.programs.jobs import Ranks, until
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
 
 
-def join(path: Path):
-    """One more engine for a run; it has joined."""
-    joiner = start("join", str(path), "--role", "rollout", program=ROOT / "rlinf" / "__main__.py")
-    until(lambda: "joined" in joiner.printed(0) or joiner.ended(), "an engine that joins", PATIENCE)
+def join(path: Path, role: str = "rollout"):
+    """One more engine for a run, or replica of its trainer; it has joined."""
+    joiner = start("join", str(path), "--role", role, program=ROOT / "rlinf" / "__main__.py")
+    until(lambda: "joined" in joiner.printed(0) or joiner.ended(), f"one that joins as {role}", PATIENCE)
     return joiner
 
 

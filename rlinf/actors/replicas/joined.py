@@ -33,7 +33,7 @@ from rlinf.algos.loss_sum import LossSum
 from rlinf.data.weights import Weights
 from rlinf.joining.connection import Connection
 from rlinf.joining.door import Door, Guest
-from rlinf.joining.peer import Peer
+from rlinf.joining.peer import SILENCE, Peer
 from rlinf.metrics.explain import MICRO_BATCH
 from rlinf.runtime.base.calls import lease_here, start_apart
 from rlinf.runtime.base.tasks import cancel_all
@@ -107,7 +107,8 @@ class Replica:
             return "it leaves"
         elif kind == "failed":
             return f"it failed: {rest[0]}"
-        self._changed()
+        if kind != "reply":  # which says no more than that it lives
+            self._changed()
         return None
 
     def _sums_came(self, number: int, gradients: Weights) -> None:
@@ -118,10 +119,13 @@ class Replica:
             work.sums = Sums(dict(gradients.named()), loss)
             work.done = work.away = True
 
-    def forget(self) -> list[Work]:
-        """Micro-batches that it was given and whose sums have not come: they are no longer wanted of it."""
-        under_way, self._under_way, self._losses = [*self._under_way.values()], {}, {}
-        return under_way
+    def forget(self, only: Work | None = None) -> list[Work]:
+        """Micro-batches that it was given and whose sums have not come, all or only this one: they are no longer wanted
+        of it."""
+        numbers = [*self._under_way] if only is None else [only.number]
+        for number in numbers:
+            self._losses.pop(number, None)
+        return [self._under_way.pop(number) for number in numbers if number in self._under_way]
 
 
 class JoinedReplicas:
@@ -144,6 +148,7 @@ class JoinedReplicas:
         self._numbers = itertools.count()
         self._stamp = self._whole_from = 0  # how often the weights have changed, and when otherwise than by a step
         self._closing = False
+        self._changed = asyncio.Event()
         self._begin()
 
     def _begin(self) -> None:
@@ -152,7 +157,6 @@ class JoinedReplicas:
         self._kept: list[Work] = []  # comes once more
         self._ended = self._stopped = self._waits = False
         self._error: Exception | None = None
-        self._changed = asyncio.Event()
 
     def held(self) -> Iterator[Tensor]:
         """Nothing: columns of earlier epochs are in host memory."""
@@ -265,13 +269,21 @@ class JoinedReplicas:
             elif first is None and self._ended:
                 return
             else:
-                await self._wait(changed)
+                await self._wait(changed, first)
 
-    async def _wait(self, changed: asyncio.Event) -> None:
+    async def _wait(self, changed: asyncio.Event, first: Work | None) -> None:
+        """Wait for news; of a replica that has the first micro-batch, no longer than a silent one may take."""
         lease, self._waits = lease_here(), True
         async with nullcontext() if lease is None else lease.waiting():
-            await changed.wait()
+            try:
+                async with asyncio.timeout(None if first is None else SILENCE):
+                    await changed.wait()
+            except TimeoutError:
+                self._take_back([work for member in self.members for work in member.forget(first)])
         self._waits = False
+
+    def _take_back(self, under_way: list[Work]) -> None:
+        self._ready = deque(sorted([*self._ready, *under_way], key=lambda work: work.number))
 
     async def _step(self, step: schedule.OptimizerStep, handler: schedule.CommandHandler) -> None:
         await handler.step(step)
@@ -348,8 +360,7 @@ class JoinedReplicas:
             return
         member.peer.over()
         self.members.discard(member)
-        under_way = member.forget()
-        self._ready = deque(sorted([*self._ready, *under_way], key=lambda work: work.number))
+        self._take_back(under_way := member.forget())
         logger.warning(
             "trainer: replica %s is gone: %s; %d micro-batches that it had under way are computed by others; %s",
             *(member.peer.name, reason, len(under_way), self._count()),

@@ -236,7 +236,8 @@ class TextTrainer(BaseTrainer):
         """Have copies of the model go at their own pace from the next call on, or in step; see `ForwardConfig.order`.
         To be called on all ranks, between two calls that learn. False if they cannot: there is only one.
         """
-        self._copies_apart(free, self._packing.budget)
+        if self.world_size > 1:  # one alone may have replicas that joined it
+            self._copies_apart(free, self._packing.budget)
         return isinstance(self._runner, AsyncReplicas) == free
 
     def _copies_apart(self, free: bool, budget: int) -> None:

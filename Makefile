@@ -14,6 +14,7 @@ COOKBOOK := .venv-cookbook
 SGLANG := .venv-sglang
 VLLM := .venv-vllm
 ENVIRONMENTS := .venv-environments
+EVALUATIONS := .venv-evaluations
 LIBERO := .venv-libero
 BIN := $(VENV)/bin
 TORCH := $(shell grep '^torch==' constraints.txt)
@@ -202,7 +203,7 @@ $(SGLANG)/.installed: constraints-sglang.txt tests/stand_ins/sglang_on_cpu.py | 
 .PHONY: bench-peers
 bench-peers: $(PEERS)/.installed $(TRL)/.installed $(SB3)/.installed  ## create .venv-peers, .venv-trl and .venv-sb3 with what the benchmarks compare with
 
-$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(COOKBOOK)/bin/python $(SGLANG)/bin/python $(ENVIRONMENTS)/bin/python: %/bin/python:
+$(PEERS)/bin/python $(TRL)/bin/python $(SB3)/bin/python $(COOKBOOK)/bin/python $(SGLANG)/bin/python $(ENVIRONMENTS)/bin/python $(EVALUATIONS)/bin/python: %/bin/python:
 	@python="$$($(FIND_PYTHON))" && "$$python" -m venv $*
 
 $(PEERS)/.installed: benchmarks/peers/requirements.txt | $(PEERS)/bin/python
@@ -261,6 +262,15 @@ $(ENVIRONMENTS)/.installed: Makefile | $(ENVIRONMENTS)/bin/python
 	$(ENVIRONMENTS)/bin/python -c 'import importlib.metadata as m; print("verifiers", m.version("verifiers"))'
 	touch $@
 
+# What two packages score with, without the models and clients that they bring: nothing is resolved.
+.PHONY: evaluations
+evaluations: $(EVALUATIONS)/.installed  ## create .venv-evaluations with lm-eval and bfcl-eval, whose scores and data ours are held by, 60 MB
+
+$(EVALUATIONS)/.installed: Makefile | $(EVALUATIONS)/bin/python
+	$(EVALUATIONS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps lm-eval==0.4.13 bfcl-eval==2026.3.23 nltk==3.9.2 langdetect==1.0.9 six immutabledict packaging regex click joblib tqdm tree_sitter==0.21.3 tree-sitter-java==0.21.0 tree-sitter-javascript==0.21.4 python-dotenv overrides tenacity filelock
+	$(EVALUATIONS)/bin/python -c 'import importlib.metadata as m; print("lm-eval", m.version("lm-eval"), "bfcl-eval", m.version("bfcl-eval"))'
+	touch $@
+
 # LIBERO beside what .venv has, torch and MuJoCo 3.3.0 among it: its own pins exclude our numpy. Meshes are linked to where
 # it looks for them.
 .PHONY: libero test-libero
@@ -285,5 +295,5 @@ test-libero: libero  ## LIBERO's tasks beside the package itself, number by numb
 
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) $(LIBERO) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) $(EVALUATIONS) $(LIBERO) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

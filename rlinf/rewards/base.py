@@ -131,6 +131,12 @@ NOT_APPLICABLE: Final = _NotApplicable()
 it by None; one of ours that returns None has forgotten its `return`."""
 
 
+def after_thought(response: str) -> str:
+    """A response without what a model thought before it: what follows a last `</think>`, or all."""
+    _, end, text = response.rpartition("</think>")
+    return text.strip() if end else response
+
+
 def as_list(value: Any) -> list[Any] | None:
     """Scores of several answers as a list: of a list, tensor, array or column of a table; None of anything else."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):

@@ -185,10 +185,16 @@ class AnswerFile:
 
     def _mark_of(self, benchmark: Benchmark, prompts: Sequence[Prompt]) -> str:
         digest = hashlib.sha256(f"{self._model} {self._seed} ".encode())
-        digest.update(json.dumps({**asdict(benchmark), "data": "", "split": ""}, sort_keys=True).encode())
+        digest.update(json.dumps({**_how(benchmark), "data": "", "split": ""}, sort_keys=True).encode())
         for prompt in prompts:
             digest.update(np.asarray(prompt.token_ids, dtype=np.int64).tobytes() + prompt.answer.encode() + b"\0")
         return digest.hexdigest()[:16]
+
+
+def _how(benchmark: Benchmark) -> dict[str, Any]:
+    """Fields of a benchmark; the form of its files only where it has one: files of answers are older than it."""
+    fields = asdict(benchmark)
+    return fields if benchmark.form else {name: value for name, value in fields.items() if name != "form"}
 
 
 def model_mark(path: str) -> str:
@@ -210,6 +216,7 @@ def _row(sample: Sample) -> dict[str, Any]:
         "outcome": sample.outcome,
         "truncated": sample.truncated,
         "tokens": sample.learned_tokens,
+        **({"scores": dict(sample.scores)} if sample.scores else {}),
         **({"remark": sample.remark} if sample.remark else {}),
     }
 
@@ -225,6 +232,7 @@ def _sample(prompt: Prompt, row: Mapping[str, Any]) -> Sample:
         logprobs=logprobs,
         versions=tokens.astype(np.int32),
         remark=row.get("remark", ""),
+        scores=row.get("scores", {}),
         **known,
     )
 
@@ -312,8 +320,17 @@ def measured(groups: Sequence[Group], benchmark: Benchmark) -> Evaluation:
     drawing, choosing = standard_errors(right)
     metrics |= {f"{PASS}/stderr": drawing} if drawing is not None else {}
     metrics |= {f"{PASS}/stderr_problems": choosing} if choosing is not None else {}
+    metrics |= {f"score/{name}": mean for name, mean in _means_of_parts(groups).items()}
     metrics |= {"problems": float(len(groups)), "samples": float(max(len(group.samples) for group in groups))}
     return Evaluation(metrics["accuracy"], tuple(groups), metrics)
+
+
+def _means_of_parts(groups: Sequence[Group]) -> dict[str, float]:
+    """The mean of each part of the rewards, over the answers that have it: a category's answers share a name."""
+    parts = defaultdict[str, list[float]](list)
+    for name, value in (part for group in groups for sample in group.samples for part in sample.scores.items()):
+        parts[name].append(value)
+    return {name: sum(values) / len(values) for name, values in sorted(parts.items())}
 
 
 def with_benchmarks(evaluation: Evaluation | None, named: Mapping[str, Evaluation]) -> Evaluation:

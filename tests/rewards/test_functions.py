@@ -1,11 +1,15 @@
 """The reward functions that come with the package."""
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlinf.rewards.exact import exact
+from rlinf.rewards.exact import exact, facts
 from rlinf.rewards.format import format
+from rlinf.rewards.function_calls import calls_in
+from rlinf.rewards.instructions import instructions
 from rlinf.rewards.math import math
 from rlinf.rewards.regex import regex
 
@@ -87,3 +91,66 @@ def test_what_was_extracted_is_told():
 def test_an_answer_that_is_no_mathematics_is_nobody_s_wrong_answer():
     with pytest.raises(ValueError, match=r"read.*mathematics"):
         math("5", "")
+
+
+async def test_facts_are_graded_by_a_judge_that_is_shown_question_answer_and_response(monkeypatch):
+    asked = []
+
+    async def judge(request):
+        asked.append((request.headers.get("Authorization"), (await request.json())["messages"][0]["content"]))
+        said = {"Paris": "A", "Lyon": "<think>C?</think> B.", "unsure": "C", "rude": "No."}[asked[-1][1].split("#")[1]]
+        return web.json_response({"choices": [{"message": {"content": said}}]})
+
+    application = web.Application()
+    application.router.add_post("/v1/chat/completions", judge)
+    monkeypatch.setenv("JUDGES_KEY", "sesame")
+    async with TestServer(application) as server:
+        how = {"url": str(server.make_url("/v1")), "model": "large", "key": "JUDGES_KEY"}
+        said = [f"Well.</think>#{each}#" for each in ("Paris", "Lyon", "unsure")]
+        grades = [await facts(each, "Paris", "", "Where?", **how) for each in said]
+        with pytest.raises(ValueError, match=r"no grade.*'No\.'"):
+            await facts("#rude#", "Paris", "Where?", **how)
+        with pytest.raises(ValueError, match=r"answers 404"):
+            await facts("#rude#", "Paris", "Where?", url=str(server.make_url("/v2")))
+    told = [(grade.value, max(grade.scores, key=grade.scores.get)) for grade in grades]
+    assert told == [(1, "correct"), (0, "incorrect"), (0, "not_attempted")]
+    assert asked[0][0] == "Bearer sesame"
+    assert all(part in asked[0][1] for part in ("Question: Where?", "Right answer: Paris", "graded: #Paris#"))
+
+
+@pytest.mark.parametrize(
+    ("said", "right"), [("It is the Eiffel Tower!", 1), ("eiffel-tower", 0), ("Eiffel", 0), ("an EIFFEL   tower", 1)]
+)
+async def test_without_a_judge_the_words_of_a_fact_must_stand_in_the_response(said, right):
+    assert (await facts(said, "Eiffel Tower", "?")).value == right
+
+
+@pytest.mark.parametrize(("said", "scores"), [('"a"', (1, 1, 1)), ("a", (0, 0.5, 0)), ('Sure, here:\n"a"', (0, 0, 1))])
+def test_instructions_are_all_followed_or_in_part_or_but_for_what_stands_around_the_answer(said, scores):
+    score = instructions(said, ["punctuation:no_comma", "startend:quotation"], [{}, {}])
+    assert (score.value, score.scores["instructions"], score.scores["loose"]) == scores
+
+
+@pytest.mark.parametrize(
+    ("kinds", "kwargs", "said"),
+    [
+        (["punctuation:no_dots"], [{}], "punctuation:no_dots"),
+        (["length_constraints:number_words"], [{"num_words": 3}], "no relation"),
+        (["length_constraints:number_words"], [{"num_words": 3, "relation": "most"}], "'most'"),
+        ([], [], "empty"),
+    ],
+)
+def test_a_row_that_does_not_say_what_is_asked_is_told(kinds, kwargs, said):
+    with pytest.raises(ValueError, match=said):
+        instructions("a b c", kinds, kwargs)
+
+
+def test_calls_are_read_and_never_run():
+    assert calls_in("[a.b(x=-1, y=[1, 'two'], z={'k': (1,)}, w=now()), c()]") == [
+        ("a.b", {"x": -1, "y": [1, "two"], "z": {"k": (1,)}, "w": "now()"}),
+        ("c", {}),
+    ]
+    assert calls_in("```\nf(x=3 * 2)\n```") == [("f", {"x": 6})]
+    for wrong in ("I cannot", "[f(x=1), 2]", "f(x=1 / 0)", "f(x=9 ** 9 ** 9)", "[" * 999, "f(x={**a})", "f(x={[]: 1})"):
+        with pytest.raises(ValueError, match=r"\w"):
+            calls_in(wrong)

@@ -24,8 +24,18 @@ _BOXED = "put your final answer within \\boxed{}."
 _LETTER = "put the letter of your final answer, A, B, C or D, within \\boxed{}."
 _OPTION = "put the letter of your final answer within \\boxed{}."
 _CODE = "Write the whole program in one block of Python, functions and imports included."
-_MARKED = r"(?:\\boxed\{\s*(?:\\text\w*\{)?|[Aa]nswer(?:\s+is)?\s*:?\s*)[*\s]*\(?(?P<answer>[A-J])(?![A-Za-z])"
+_MARKED = (
+    r"(?:\\boxed\{\s*(?:\\text\w*\{)?|(?:[Aa]nswer|ANSWER)(?:\s+is)?\s*:?\s*)[*\s]*\(?(?P<answer>[A-J])(?![A-Za-z])"
+)
 """Where the letter of an option stands: in a box, or behind "answer", "answer is" or "answer:"; the last one counts."""
+_PICKED = (
+    "{narrative}\n\n{question}\n\nPick one of the following choices:\n{choices}\n\nYou must pick one option. Explain "
+    "your reasoning step by step before you answer. Finally, the last thing you generate should be "
+    '"ANSWER: (your answer here, including the choice letter)"'
+)
+"""MuSR's own prompt with a chain of thought, with letters."""
+_PHRASE = r"[Aa]nswer is:?\s*\**\s*(?P<answer>[^\n]*?)\s*\**\.?\**\s*(?:\n|\Z)"
+"""Where an answer of BIG-Bench Hard stands: behind "answer is", up to the full stop that ends the line."""
 
 
 _Count = Annotated[int, Field(strict=True, ge=1)]
@@ -63,6 +73,8 @@ class Benchmark:
     """For which k to tell pass@k and maj@k, besides pass@1."""
     problems: int | None = None
     """How many the published set has; None: unknown."""
+    form: str = ""
+    """Of files that belong together, as `published.FORMS` names it; "" for a table."""
 
 
 def _choice(
@@ -109,9 +121,56 @@ KNOWN: Mapping[str, Benchmark] = {
     ),
     "humaneval-plus": _program("evalplus/humanevalplus", 164),
     "mbpp-plus": _program("evalplus/mbppplus", 378),
+    "ifeval": Benchmark(
+        "google/IFEval",
+        "train",
+        {"prompt": "prompt", "answer": None},
+        None,
+        reward="rlinf.rewards.instructions",
+        problems=541,
+        **_ONCE,
+    ),
+    "bbh": Benchmark(
+        "lukaemon/bbh",
+        columns={"prompt": "prompt", "answer": "target"},
+        template=None,
+        reward="rlinf.rewards.regex",
+        args={"pattern": _PHRASE},
+        problems=6511,
+        form="bbh",
+        **_ONCE,
+    ),
+    "musr": Benchmark(
+        "TAUR-Lab/MuSR",
+        "murder_mysteries+object_placements+team_allocation",
+        {"prompt": "question", "choices": "choices", "answer": "answer_index"},
+        _PICKED,
+        reward="rlinf.rewards.regex",
+        args={"pattern": _MARKED},
+        problems=756,
+        **_ONCE,
+    ),
+    "bfcl": Benchmark(
+        "gorilla-llm/Berkeley-Function-Calling-Leaderboard",
+        columns={"prompt": "prompt", "answer": None},
+        template=None,
+        chat=True,
+        reward="rlinf.rewards.function_calls",
+        problems=3491,
+        form="bfcl",
+        **_ONCE,
+    ),
+    "simpleqa": Benchmark(
+        "basicv8vc/SimpleQA",
+        columns={"prompt": "problem", "answer": "answer"},
+        template=None,
+        reward="rlinf.rewards.exact.facts",
+        problems=4326,
+        **_ONCE,
+    ),
 }
 """Benchmarks by name. Options of GPQA stand in an order drawn from the number of their row."""
-_KEYS = {each.key for each in leaves(Benchmark)} - {"problems"}
+_KEYS = {each.key for each in leaves(Benchmark)} - {"problems", "form"}
 
 
 def benchmark_of(name: str, entry: Any) -> Benchmark:

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rlinf.data.datasets.benchmarks import SCORED_BY, Benchmark
 from rlinf.data.datasets.conversations import Format
 from rlinf.data.datasets.prompts import Batch, Drawn, Item, Layout, Maker, PromptMaker, PromptOptions, Room
+from rlinf.data.datasets.published import FORMS
 from rlinf.data.datasets.rendering import ConversationOptions, GroupMaker, Renderer
 from rlinf.data.datasets.source import Columns, DataError, Iterated, ListRows, Row, Rows, Source, counted, open_rows
 from rlinf.data.datasets.stream import BUFFER, IteratedStream, PromptStream
@@ -324,7 +325,8 @@ def _problems_of(
 ) -> tuple[list[Prompt], tuple[str, ...]]:
     """The problems of a benchmark, all of them, and lines about them."""
     try:
-        rows = open_rows(benchmark.data, split=benchmark.split)
+        form = FORMS.get(benchmark.form)
+        rows = form(benchmark.data, benchmark.split) if form else open_rows(benchmark.data, split=benchmark.split)
     except DataError as error:
         raise DataError(f"evaluation.named.{name}={{data: FILE}}: {str(error).removeprefix('data: ')}") from error
     if isinstance(rows, Iterated):

@@ -11,6 +11,7 @@ and tables stay in Arrow's memory; a row becomes Python objects when it is read.
 
 from __future__ import annotations
 
+import ast
 import csv
 import glob
 import hashlib
@@ -370,7 +371,7 @@ def lettered(
     """The options as lines "A) …", and the letter of the right one.
 
     Args:
-        options: the texts; or texts by letter; or `{"label": [...], "text": [...]}`.
+        options: the texts; or texts by letter; or `{"label": [...], "text": [...]}`; or a text that lists them.
         answer: the right one: its position from 0, its letter or label, or its text.
         where: the row, for messages.
         shuffle: key of another order of the options; None keeps theirs.
@@ -378,6 +379,8 @@ def lettered(
     Raises:
         DataError: the answer is none of the options.
     """
+    if isinstance(options, str):  # a csv file has texts alone
+        options, answer = _listed(options), int(answer) if str(answer).isdecimal() else answer
     labels, texts = _both(options, where)
     right = _position(answer, labels, texts)
     if right is None or len(texts) > len(ascii_uppercase):
@@ -385,6 +388,14 @@ def lettered(
     order = list(range(len(texts))) if shuffle is None else permutation(len(texts), shuffle).tolist()
     lines = [f"{letter}) {texts[index]}" for letter, index in zip(ascii_uppercase, order, strict=False)]
     return "\n".join(lines), ascii_uppercase[order.index(right)]
+
+
+def _listed(text: str) -> Any:
+    """The list that a text is, in Python's notation or JSON's; the text itself if it is none."""
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
 
 
 def _both(options: Any, where: str) -> tuple[list[str], list[str]]:

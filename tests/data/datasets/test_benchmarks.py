@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rlinf.config.load import ConfigError
 from rlinf.data.datasets.benchmarks import KNOWN, SCORED_BY, benchmark_mistakes, benchmark_of, benchmarks_of
 from rlinf.data.datasets.load import load_data
+from rlinf.data.datasets.published import _BBH as BBH
 from rlinf.data.datasets.source import DataError
 from rlinf.data.tokenizer import character_tokenizer
 from rlinf.rewards.base import Reward
@@ -215,22 +216,125 @@ ROWS = {
         f"```python\n{PROGRAM}\n```",
         "```python\ndef double(x):\n    return abs(2 * x)\n```",  # right for the first input, and in test_list
     ),
+    "ifeval": (
+        {
+            "key": 1000,
+            "prompt": "Name a cat. Please reason step by step, without commas, in two words at least.",
+            "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
+            "kwargs": [{"num_words": None}, {"num_words": 2, "relation": "at least"}],
+        },
+        "<think>A cat, then.</think>\nTabby Tom",
+        "Tabby, Tom",
+    ),
+    "musr": (
+        {
+            "narrative": "In a house, Ana.",
+            "question": "Who was it?",
+            "choices": "['Mackenzie', 'Ana']",
+            "answer_index": "1",
+            "answer_choice": "Ana",
+        },
+        "It was she.\n\nANSWER: (B - Ana)",
+        "ANSWER: A",
+    ),
+    "simpleqa": (
+        {"metadata": "{}", "problem": "How tall, step by step?", "answer": "The 1.73 m"},
+        "1.73 M.",
+        "73 m",
+    ),
 }
 """A row of each, with the columns of the published set; an answer that is right and one that is wrong."""
 
 
-@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"aime24", "aime25", "gpqa-diamond"}))
+CATEGORIES = ["simple_python", "multiple", "parallel", "parallel_multiple"]
+CATEGORIES += ["live_simple", "live_multiple", "live_parallel", "live_parallel_multiple"]
+CATEGORIES += ["irrelevance", "live_irrelevance", "live_relevance"]
+
+
+@pytest.mark.parametrize("name", sorted(KNOWN.keys() - {"aime24", "aime25", "gpqa-diamond", "bbh", "bfcl"}))
 async def test_a_row_of_each_is_asked_and_scored(name, tokenizer, tmp_path):
     row, right, wrong = ROWS[name]
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     found, _ = asked(tokenizer, **{name: str(path)})
     (prompt,) = found[name]
-    assert "Please reason step by step" in prompt.text or "one block of Python" in prompt.text
+    assert "step by step" in prompt.text or "one block of Python" in prompt.text
+    assert [await scored(name, prompt, answer) for answer in (right, wrong)] == [1, 0]
+
+
+async def scored(name, prompt, answer):
+    """The score of an answer, by the benchmark's own function."""
     benchmark = benchmark_of(name, None)
-    reward = Reward.of(benchmark.reward, benchmark.args)
-    for answer, value in ((right, 1.0), (wrong, 0.0)):
-        offered = {**prompt.row, "response": answer, "answer": prompt.answer, "prompt": prompt.text}
-        score = reward(offered)
-        score = await score if inspect.isawaitable(score) else score
-        assert float(getattr(score, "value", score)) == value
+    offered = {**prompt.row, "response": answer, "answer": prompt.answer, "prompt": prompt.text}
+    score = Reward.of(benchmark.reward, benchmark.args)(offered)
+    score = await score if inspect.isawaitable(score) else score
+    return float(getattr(score, "value", score))
+
+
+def save_bbh(folder, worked):
+    """A clone of the repository of BIG-Bench Hard, with one problem of each task."""
+    for name in ("bbh", "cot-prompts"):
+        (folder / name).mkdir(parents=True)
+    for task in BBH:
+        row = {"input": f"Is it {task}?\nOptions:\n(A) yes\n(B) no", "target": "(B)"}
+        (folder / "bbh" / f"{task}.json").write_text(json.dumps({"canary": "no training", "examples": [row]}))
+        if worked:
+            text = f"canary\n-----\nSay what {task} is.\n\nQ: One?\nA: Let's think step by step.\nSo the answer is (A)."
+            (folder / "cot-prompts" / f"{task}.txt").write_text(text)
+    return str(folder)
+
+
+async def test_big_bench_hard_is_asked_behind_its_authors_worked_problems_or_alone(tokenizer, tmp_path):
+    shown, _ = asked(tokenizer, bbh={"data": save_bbh(tmp_path / "a", worked=True), "chat": False})
+    alone, _ = asked(tokenizer, bbh={"data": save_bbh(tmp_path / "b", worked=False), "chat": False})
+    assert len(shown["bbh"]) == len(BBH) == 27
+    assert shown["bbh"][0].text == (
+        "Say what boolean_expressions is.\n\nQ: One?\nA: Let's think step by step.\nSo the answer is (A).\n\n"
+        "Q: Is it boolean_expressions?\nOptions:\n(A) yes\n(B) no\nA: Let's think step by step."
+    )
+    assert alone["bbh"][0].text.startswith("Is it boolean_expressions?")
+    answers = {"No.\nSo the answer is (B).": 1, "the answer is **(B)**": 1, "the answer is (A).": 0, "(B)": 0}
+    assert {said: await scored("bbh", shown["bbh"][0], said) for said in answers} == answers
+
+
+def test_tasks_of_big_bench_hard_are_read_from_tables_too_and_one_that_is_missing_is_named(tokenizer, tmp_path):
+    for task in BBH:
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps({"input": "not ( True )", "target": "False"}) + "\n")
+    assert len(asked(tokenizer, bbh=str(tmp_path))[0]["bbh"]) == 27
+    (tmp_path / f"{BBH[3]}.jsonl").unlink()
+    with pytest.raises(DataError, match=rf"evaluation\.named\.bbh.*{BBH[3]}"):
+        asked(tokenizer, bbh=str(tmp_path))
+
+
+def save_bfcl(folder):
+    """Files as the package bfcl-eval has them, with a problem each."""
+    (folder / "possible_answer").mkdir(parents=True)
+    function = {"name": "maths.double", "description": "Double it.", "parameters": {"type": "dict"}}
+    function["parameters"] |= {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    for category in CATEGORIES:
+        row = {"id": f"{category}_0", "question": [[{"role": "user", "content": "Twice 3?"}]], "function": [function]}
+        (folder / f"BFCL_v4_{category}.json").write_text(json.dumps(row) + "\n")
+        right = {"id": row["id"], "ground_truth": [{"maths.double": {"x": [3]}}]}
+        (folder / "possible_answer" / f"BFCL_v4_{category}.json").write_text(json.dumps(right) + "\n")
+    return str(folder)
+
+
+async def test_calls_of_functions_are_asked_with_their_descriptions_and_compared(tokenizer, tmp_path):
+    folder = save_bfcl(tmp_path / "data")
+    found, _ = asked(tokenizer, bfcl=folder)
+    by_category = {prompt.row["category"]: prompt for prompt in found["bfcl"]}
+    assert list(by_category) == CATEGORIES
+    assert by_category["parallel"].text.startswith("[system]You are an expert in composing functions.")
+    assert '"description": "Double it. Note that the provided function is in Python 3 syntax."' in found["bfcl"][0].text
+    for category, prompt in by_category.items():
+        scores = [
+            await scored("bfcl", prompt, said) for said in ("[maths.double(x=3)]", "maths.double(x='3')", "I cannot.")
+        ]
+        assert scores == {"irrelevance": [0, 0, 1], "live_relevance": [1, 1, 0]}.get(
+            category.removeprefix("live_") if category.endswith("irrelevance") else category, [1, 0, 0]
+        )
+    (tmp_path / "data" / "possible_answer" / "BFCL_v4_parallel.json").write_text("")
+    with pytest.raises(DataError, match=r"evaluation\.named\.bfcl.*parallel_0"):
+        asked(tokenizer, bfcl=folder)
+    with pytest.raises(DataError, match=r"bfcl-eval"):
+        asked(tokenizer, bfcl=str(tmp_path))

@@ -26,8 +26,6 @@ from rlinf.runtime.base.tasks import OwnDirectory
 from rlinf.runtime.processes.supervisor import Child, ChildDied, Process
 
 _WORKER = ("-P", __file__.replace("harnesses.py", "mini_swe_worker.py"))
-_STARTING = 300.0
-"""Seconds that mini-swe-agent has to be imported."""
 _VARIABLES = {
     "PYTHONPATH": None,
     "MSWEA_SILENT_STARTUP": "1",
@@ -106,16 +104,25 @@ class MiniSwe:
         python: interpreter of the environment in which it is installed.
         config: name or path of its configuration; `mini_textbased.yaml` is for models that call no tools.
         settings: of its sections `agent`, `model` and `environment`, over the configuration's.
+        starting: seconds that it has to be imported.
     """
 
-    def __init__(self, python: str, *, config: str = "mini.yaml", settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        python: str,
+        *,
+        config: str = "mini.yaml",
+        settings: Mapping[str, Any] | None = None,
+        starting: float = 300.0,
+    ) -> None:
+        self._starting = starting
         self._python, self._config, self._settings = python, config, json.dumps(settings or {})
 
     async def __aenter__(self) -> MiniSwe:
         self._room = OwnDirectory("swe")
         self._socket = str(self._room.path / "episodes")
         command = [self._python, *_WORKER, self._config, self._settings, self._socket]
-        how: dict[str, Any] = {"health": self._listens, "env": _VARIABLES, "start_deadline": _STARTING}
+        how: dict[str, Any] = {"health": self._listens, "env": _VARIABLES, "start_deadline": self._starting}
         self._child = Child(command, name="mini-swe-agent", **how)
         try:
             await self._child.start()

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from rlinf.agents.environments import HeldOut, Seeded, Size, checked
-from rlinf.agents.environments.server import Server
+from rlinf.agents.environments.server import Command, Server
 from rlinf.agents.tools.mcp import McpServer, mcp_server
 from rlinf.agents.tools.tool import Tools, conversation, offers_tools
 from rlinf.rewards.base import Score
@@ -31,7 +31,8 @@ class MCP(Seeded):
 
     Args:
         server: a URL, such as `http://127.0.0.1:8000/mcp`; or the words of a command that starts one: for all sessions
-            by streamable HTTP at /mcp where a word has `{port}`, else for each session by stdin and stdout.
+            by streamable HTTP at /mcp where a word has `{port}`, else for each session by stdin and stdout. Or a
+            mapping of such a `command` and `starting`, the seconds that it has to be up.
         score: the tool that scores an episode; it is given columns of the task that it has arguments for, and `answer`,
             the model's last text, and returns a number, or an object whose `reward` or `score` is one. None: the run's
             reward function.
@@ -50,7 +51,7 @@ class MCP(Seeded):
     @checked
     def __init__(
         self,
-        server: str | Sequence[str],
+        server: str | Sequence[str] | Command,
         *,
         score: str | None = None,
         start: str | None = None,
@@ -60,9 +61,10 @@ class MCP(Seeded):
         size: Size = 1000,
         held_out: HeldOut = 50,
     ) -> None:
-        shared = isinstance(server, str) or any("{port}" in word for word in server)
-        self._command = None if shared else list(server)
-        if self._command == []:
+        command = Command.of(server)
+        shared = isinstance(server, str) or any("{port}" in word for word in command.command)
+        self._command = command
+        if not shared and not command.command:
             raise UserError("mcp: server: the command has no word")
         self._server = Server("mcp", server, _PATH) if shared else None
         self._path = "" if isinstance(server, str) else _PATH
@@ -93,7 +95,9 @@ class MCP(Seeded):
         """
         async with AsyncExitStack() as stack:
             if self._server is None:
-                server = await stack.enter_async_context(mcp_server(self._command))
+                server = await stack.enter_async_context(
+                    mcp_server(self._command.command, start_timeout=self._command.starting)
+                )
             else:
                 server = await self._server.reach(partial(self._connected, stack))
             offered = {tool.name: tool for tool in server.tools("", self._timeout, 10_000)}

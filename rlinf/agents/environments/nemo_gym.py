@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 
 from rlinf.agents.environments import HeldOut, Listed, Size, checked
-from rlinf.agents.environments.server import Server
+from rlinf.agents.environments.server import Command, Server
 from rlinf.agents.tools.formats import typed
 from rlinf.agents.tools.tool import Tool, Tools, conversation, offers_tools
 from rlinf.rewards.base import Score
@@ -34,7 +34,8 @@ class NemoGym(Listed):
     """Tasks of a resources server.
 
     Args:
-        server: its URL, or the words of a command that starts one, with `{port}`.
+        server: its URL, or the words of a command that starts one, with `{port}`, or a mapping of such a `command` and
+            `starting`, the seconds that it has to be up.
         data: a file of its tasks, JSON lines with `responses_create_params`, such as the package's example.jsonl.
         turns: answers of the model at most; calls in the last one are not run.
         timeout: seconds of a call of a tool, and of the verdict.
@@ -47,7 +48,7 @@ class NemoGym(Listed):
     @checked
     def __init__(
         self,
-        server: str | list[str],
+        server: str | list[str] | Command,
         data: str,
         *,
         turns: Size = 16,

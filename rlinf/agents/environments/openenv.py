@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 
 from rlinf.agents.environments import HeldOut, Seconds, Seeded, Size, checked
-from rlinf.agents.environments.server import STARTING, Server
+from rlinf.agents.environments.server import Command, Server
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 
@@ -32,7 +32,8 @@ class OpenEnv(Seeded):
     Args:
         server: its URL, such as `http://127.0.0.1:8000`; or the words of a command that starts it, in which `{port}`
             stands for its port: `["uvicorn", "my_env.server.app:app", "--port", "{port}"]`. With `{host}` it is given
-            an address of this machine's own that others do not guess; without, it is to listen on 127.0.0.1.
+            an address of this machine's own that others do not guess; without, it is to listen on 127.0.0.1. Or a
+            mapping of such a `command` and `starting`, the seconds that it has to be up, 120 by default.
         action: field of the action that takes the model's text; None: the only one that the server's schema has beside
             `metadata`.
         observation: text of an observation, a template such as `"{prompt} {feedback}"` of its fields; None: all that
@@ -50,7 +51,7 @@ class OpenEnv(Seeded):
     @checked
     def __init__(
         self,
-        server: str | Sequence[str],
+        server: str | Sequence[str] | Command,
         *,
         action: str | None = None,
         observation: str | None = None,
@@ -136,7 +137,10 @@ class OpenEnv(Seeded):
         """
         where, status = f"openenv: server={self._server.url}", 0
         try:
-            async with asyncio.timeout(STARTING), self._server.http.get(f"{self._server.url}/schema") as answer:
+            async with (
+                asyncio.timeout(self._server.starting),
+                self._server.http.get(f"{self._server.url}/schema") as answer,
+            ):
                 status = answer.status
                 schema = json.loads(await answer.read())["action"]
                 return dict(schema)

@@ -10,17 +10,32 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Self, TypeVar
 
 import aiohttp
+from pydantic.dataclasses import dataclass
 
-from rlinf.agents.environments import last_words
+from rlinf.agents.environments import Seconds, last_words
 from rlinf.config.load import RunFailure
+from rlinf.config.schema import CLOSED
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import Child, ChildDied, free_address
 
 R = TypeVar("R")
-STARTING = 120.0
-"""Seconds that a server has to be up."""
 _DYING = 5.0
 """Seconds after a refused connection within which a server that was started here is known to have died."""
+
+
+@dataclass(frozen=True, config=CLOSED)
+class Command:
+    """A command that starts a server."""
+
+    command: list[str]
+    """Its words, in which `{port}` stands for the server's port and `{host}` for its address."""
+    starting: Seconds = 120.0
+    """Seconds that it has until it answers: large packages are imported for minutes on a busy machine."""
+
+    @staticmethod
+    def of(server: str | Sequence[str] | Command) -> Command:
+        """The command that a user named; that of a URL has no words."""
+        return server if isinstance(server, Command) else Command([] if isinstance(server, str) else list(server))
 
 
 class Server:
@@ -28,29 +43,29 @@ class Server:
 
     Args:
         name: of the environment, for errors.
-        server: its URL; or the words of a command that starts it, in which `{port}` stands for its port and `{host}`
-            for its address.
+        server: its URL; or the words of a command that starts it; or those with the time that it has for it.
         path: what is asked for to see that it is up; any answer will do.
 
     Raises:
         UserError: `server` is neither.
     """
 
-    def __init__(self, name: str, server: str | Sequence[str], path: str = "/") -> None:
-        if not server or (isinstance(server, str) and "://" not in server):
+    def __init__(self, name: str, server: str | Sequence[str] | Command, path: str = "/") -> None:
+        self._command = Command.of(server)
+        if "://" not in server if isinstance(server, str) else not self._command.command:
             raise UserError(f"{name}: server={server!r} is no URL such as http://127.0.0.1:8000, and no list of words")
-        self._name, self._server, self._path = name, server, path
+        self._name, self._path, self.starting = name, path, self._command.starting
         self.url = server.rstrip("/") if isinstance(server, str) else ""
         """Where it answers."""
         self._child: Child | None = None
 
     async def __aenter__(self) -> Self:
-        timeout = aiohttp.ClientTimeout(total=None, connect=STARTING)
+        timeout = aiohttp.ClientTimeout(total=None, connect=self.starting)
         connector = aiohttp.TCPConnector(limit=0)
         self.http = aiohttp.ClientSession(timeout=timeout, connector=connector, cookie_jar=aiohttp.DummyCookieJar())
         try:
-            if not isinstance(self._server, str):
-                await self._start(self._server)
+            if self._command.command:
+                await self._start(self._command.command)
         except BaseException:
             await self.__aexit__()
             raise
@@ -60,13 +75,13 @@ class Server:
         host, port = free_address(hidden=any("{host}" in word for word in command))
         self.url = f"http://{host}:{port}"
         words = [word.replace("{port}", str(port)).replace("{host}", host) for word in command]
-        how: dict[str, Any] = {"start_deadline": STARTING}
+        how: dict[str, Any] = {"start_deadline": self.starting}
         self._child = Child(words, name=self._name, health=self._healthy, **how)
         try:
             await self._child.start()
         except ChildDied as died:
             failure = f"{words[0]} could not be started: {last_words(self._child)}"
-            wanted = f"it has {STARTING:g} s to answer at {self.url}{self._path}"
+            wanted = f"it has server.starting={self.starting:g} s to answer at {self.url}{self._path}"
             raise RunFailure(f"{self._name}: {failure} ({wanted})") from died
 
     async def __aexit__(self, *error: Any) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Listed, Size, checked, last_words, reason
+from rlinf.agents.environments import HeldOut, Listed, Seconds, Size, checked, last_words, reason
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -38,8 +38,6 @@ _LONGEST = 1 << 26
 """Bytes of a line that the child writes."""
 _DEATHS = 3
 """Deaths in a row that end the run; a process that has lived for a minute begins a new count."""
-_STARTING = 300.0
-"""Seconds that the process has to import verifiers and to make its tasks."""
 
 
 class Verifiers(Listed):
@@ -54,6 +52,7 @@ class Verifiers(Listed):
         size: tasks to learn from, at most.
         held_out: tasks after those that are evaluated on, at most one in eight.
         columns: fields of a task's data that its row has, too, for players and rewards.
+        starting: seconds that its process has to import the packages and to make the tasks.
 
     Raises:
         UserError: there is no verifiers.
@@ -68,8 +67,9 @@ class Verifiers(Listed):
         size: Size = 1000,
         held_out: HeldOut = 100,
         columns: Sequence[str] = (),
+        starting: Seconds = 300.0,
     ) -> None:
-        self._columns = list(columns)
+        self._columns, self._starting = list(columns), starting
         self._settings = {"taskset": {"id": environment}} if isinstance(environment, str) else dict(environment)
         self._python, self._size, self.most_held_out = python or _interpreter(), size, held_out
         self._numbers = count()
@@ -90,13 +90,14 @@ class Verifiers(Listed):
         command = [self._python, *_WORKER, self._request]
         try:
             with work("asking verifiers for its tasks"):
-                listed = subprocess.run(command, capture_output=True, check=False, timeout=_STARTING)
+                listed = subprocess.run(command, capture_output=True, check=False, timeout=self._starting)
         except OSError as error:
             why = f"python={self._python!r}: it cannot be run: {error.strerror}"
             raise UserError(f"verifiers: {why}; name an interpreter that has verifiers") from error
         except subprocess.TimeoutExpired as error:
-            many = f"it did not list its {self._size + self.most_held_out:,} tasks within {_STARTING:g} s"
-            raise UserError(f"verifiers: {many}: ask for fewer (agent.args.size, agent.args.held_out)") from error
+            many = f"it did not list its {self._size + self.most_held_out:,} tasks within {self._starting:g} s"
+            advice = "ask for fewer (agent.args.size, agent.args.held_out), or wait longer (agent.args.starting)"
+            raise UserError(f"verifiers: {many}: {advice}") from error
         first = listed.stdout.partition(b"\n")[0]
         if listed.returncode or not first:
             raise UserError(f"verifiers: it has no tasks for us: {reason(listed.stderr.decode(errors='replace'))}")
@@ -116,7 +117,11 @@ class Verifiers(Listed):
         self._room = OwnDirectory("verifiers")
         self._socket = str(self._room.path / "episodes")
         command = [self._python, *_WORKER, self._request, self._socket]
-        how: dict[str, Any] = {"start_deadline": _STARTING, "max_restarts": _DEATHS - 1, "backoff": (0.0, 1.0, 0.0)}
+        how: dict[str, Any] = {
+            "start_deadline": self._starting,
+            "max_restarts": _DEATHS - 1,
+            "backoff": (0.0, 1.0, 0.0),
+        }
         self._child = Child(command, name="verifiers", health=self._connected, **how)
         try:
             await self._child.start()

@@ -33,6 +33,8 @@ WRONG = [
     (TextArena, {"games": "GuessTheNumber-v0", "settings": {"min_number": "a"}}, "settings"),
     (OpenEnv, {"server": "http://127.0.0.1:1", "size": 0}, "size"),
     (OpenEnv, {"server": 5}, "server"),
+    (OpenEnv, {"server": {"command": ["serve"], "starting": 0}}, "server"),
+    (OpenEnv, {"server": {"command": []}}, "server"),
     (OpenEnv, {"server": "http://127.0.0.1:1", "observation": "{prompt} {"}, "observation"),
 ]
 

@@ -113,10 +113,9 @@ def test_a_taskset_without_tasks_is_an_error_that_says_why(taskset, cause):
         environment(taskset).tasks()
 
 
-def test_tasks_that_are_long_in_the_making_are_an_error_that_says_how_to_ask_for_fewer(monkeypatch):
-    monkeypatch.setattr(verifiers, "_STARTING", 0.0)
-    with pytest.raises(UserError, match=r"agent\.args\.size"):
-        environment(size=20).tasks()
+def test_tasks_that_are_long_in_the_making_are_an_error_that_says_how_to_ask_for_fewer():
+    with pytest.raises(UserError, match=r"agent\.args\.size.*agent\.args\.starting"):
+        environment(size=20, starting=1e-9).tasks()
 
 
 def test_an_interpreter_that_is_none_is_named():

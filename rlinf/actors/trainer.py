@@ -39,6 +39,7 @@ from rlinf.models.language.lora import POLICY, apart
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.tenants import Tenant
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.streams.handles import Holding
 from rlinf.runtime.streams.stream import Stream
@@ -119,6 +120,7 @@ class Trainer(TextTrainer):
             ValueError: a model or tokenizer that cannot be made, a setting that does not exist, or two ranks on a host.
         """
         self._spec, self._settings, self._seed = algorithm_of(algorithm), settings, seed
+        self._check_joining(settings)
         own = _own_columns(self._role, settings, adapters=lora is not None)
         saved = {column: source for column, source in own.items() if source != ADAPTERS_OFF}
         self._adapters = {column: column if column in saved else None for column in own}
@@ -160,18 +162,24 @@ class Trainer(TextTrainer):
         """Let replicas join.
 
         Raises:
-            ValueError: a trainer that they cannot help.
             UserError: it cannot listen there.
         """
-        settings = self._settings
-        if not isinstance(self._back, FsdpBackEnd) or self.world_size > 1 or self._adapter_of:
-            raise ValueError(
-                f"trainer.join={settings.join}: replicas join a trainer of one process, with trainer.backend=fsdp and "
-                f"without agent.own_weights; this one has {self.world_size}: set placement.trainer to one device, or "
-                "leave trainer.join out"
+        self._runner = joined = JoinedReplicas(self, self._fsdp(), made_of)
+        await joined.listen(listens_at(str(self._settings.join)), self._settings.rescue_dir)
+
+    def _check_joining(self, settings: TrainerSettings) -> None:
+        """See that replicas may help.
+
+        Raises:
+            UserError: they cannot.
+        """
+        one = self.world_size == 1 and settings.backend == "fsdp" and settings.order != "free"
+        if settings.join is not None and (not one or settings.own_weights):
+            raise UserError(
+                f"trainer.join={settings.join}: replicas join a trainer of one process with trainer.backend=fsdp, "
+                f"trainer.order=prompt or arrival, and without agent.own_weights; this one has {self.world_size} and "
+                f"{settings.backend}, {settings.order}: set placement.trainer to one device, or leave trainer.join out"
             )
-        self._runner = joined = JoinedReplicas(self, self._back, made_of)
-        await joined.listen(listens_at(str(settings.join)), settings.rescue_dir)
 
     async def close(self) -> None:
         """End with replicas that joined."""

@@ -727,7 +727,11 @@ def _fitted(
     problems += [*other_models(config, roles), *found_so_far]
     if not problems:
         learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
-        problems += split_mistakes(config, model_config, {role: len(placed.seats[role].hosts) for role in learning})
+        sizes = {role: len(placed.seats[role].hosts) for role in learning}
+        problems += split_mistakes(config, model_config, sizes)
+        if config.trainer.join is not None and (count := sizes["trainer"]) > 1:
+            advice = f"replicas join a trainer of one process, and it has {count}: set placement.trainer to one device"
+            problems.append(_problem("trainer.join", config.trainer.join, advice))
     if problems:
         return model_config, Fitted(config), problems
     with naming("model", config.model.path or config.model.config, "estimating its memory"):

@@ -12,6 +12,7 @@ from rlinf.actors.replicas import far_side
 from rlinf.actors.replicas import joined as joined_side
 from rlinf.actors.trainer import Trainer
 from rlinf.joining.connection import connect
+from rlinf.runtime.base.errors import UserError
 from tests.actors import toys
 from tests.actors.test_trainer import SHARED, flat, scored, spoilt, system_actor
 
@@ -186,3 +187,10 @@ async def test_a_step_that_fails_or_is_cancelled_leaves_nothing_behind(spawn, co
     await joined.all_current()
     assert await joined.trainer.train(BATCHES[0]) == await alone.train(BATCHES[0])
     assert torch.equal(await flat(joined.trainer), await flat(alone))
+
+
+@pytest.mark.parametrize("wrong", [{"hosts": [0, 1]}, {"order": "free"}, {"backend": "megatron"}])
+async def test_a_trainer_that_replicas_cannot_help_is_refused_in_a_line_before_it_is_made(wrong):
+    async with ActorSystem.local() as system:
+        with pytest.raises(UserError, match=r"trainer\.join"):
+            await system.spawn(Trainer, **SHARED, **{"hosts": [0], **wrong}, join="127.0.0.1:0")

@@ -49,6 +49,10 @@ def test_a_run_that_replicas_cannot_join_says_by_which_key(capsys, tmp_path):
         with pytest.raises(ConfigError) as raised:
             load_config("configs/quickstart.yaml", ["trainer.join=127.0.0.1:0", wrong])
         assert key in str(raised.value)
+    several = load_config("configs/quickstart.yaml", ["trainer.join=127.0.0.1:0"])
+    with pytest.raises(ConfigError, match=r"trainer\.join"):
+        prepare(several, 2)
+    prepare(several, 1)
 
 
 def test_an_address_to_join_at_is_a_host_and_a_port():

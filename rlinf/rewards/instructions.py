@@ -42,6 +42,8 @@ def instructions(
         ImportError: a package is not installed by which an instruction is checked.
         ValueError: the row names an instruction that there is not, or lacks what it needs.
     """
+    if isinstance(kwargs, str) or len(kwargs) != len(instruction_id_list):
+        raise ValueError(f"kwargs is no list with a mapping for each of {[*instruction_id_list]}, but {kwargs!r:.100}")
     if not instruction_id_list:
         raise ValueError("instruction_id_list is empty: nothing tells what is right")
     text, strict, loose = after_thought(response), [], []

@@ -138,6 +138,8 @@ def test_instructions_are_all_followed_or_in_part_or_but_for_what_stands_around_
         (["length_constraints:number_words"], [{"num_words": 3}], "no relation"),
         (["length_constraints:number_words"], [{"num_words": 3, "relation": "most"}], "'most'"),
         ([], [], "empty"),
+        (["punctuation:no_comma"], [], "kwargs"),
+        (["punctuation:no_comma"], "[{}]", "kwargs"),
     ],
 )
 def test_a_row_that_does_not_say_what_is_asked_is_told(kinds, kwargs, said):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlinf.config.importing import looks_local
 from rlinf.config.reading import parse_json
 from rlinf.data.datasets.source import DataError, Iterated, ListRows, Row, Rows, open_rows
 
@@ -86,22 +87,25 @@ def big_bench_hard(source: str, split: str) -> Rows:
     for task in _BBH:
         worked = place / "cot-prompts" / f"{task}.txt"
         examples = worked.read_text(encoding="utf-8").partition("-----")[2].strip() if worked.is_file() else ""
-        for row in _task_rows(place if place.is_dir() else None, source, task, split):
-            if not isinstance(row, Mapping) or not {"input", "target"} <= row.keys():
-                raise DataError(f"{source}, {task}: a row has no input or no target")
+        for row in _task_rows(place, source, task, split):
+            _check(row, f"{source}, {task}: a row", input=str, target=str)
             alone = f"{row['input']}\n\nLet's think step by step. {_FINISH}"
             prompt = f"{examples}\n\nQ: {row['input']}\n{_STEPS}" if examples else alone
             rows.append({"task": task, "input": row["input"], "target": row["target"], "prompt": prompt})
     return ListRows(source, rows)
 
 
-def _task_rows(place: Path | None, source: str, task: str, split: str) -> Iterator[Any]:
-    if place is None:
+def _task_rows(place: Path, source: str, task: str, split: str) -> Iterator[Any]:
+    if not place.is_dir():
+        if place.is_file() or looks_local(source):
+            raise DataError(f"{source} is no directory: name that of the 27 tasks")
         yield from _rows(f"{source}:{task}", split)
         return
     own = place / "bbh" / f"{task}.json"
     if own.is_file():
-        yield from _json(own)["examples"]
+        content = _parsed(own.read_bytes(), str(own))
+        _check(content, str(own), examples=list)
+        yield from content["examples"]
         return
     there = sorted(each for each in place.glob(f"{task}*") if each.name.split(".")[0] == task)
     if not there:
@@ -142,13 +146,14 @@ def function_calling(source: str, split: str) -> Rows:
                 f"{source} is no directory with a BFCL_v4_{category}.json; `pip download --no-deps bfcl-eval` brings a "
                 "wheel, which unzips to it: name its bfcl_eval/data"
             )
-        right = (
-            {} if category in _UNCALLED else {row["id"]: row for row in _lines(place / "possible_answer" / path.name)}
-        )
-        for row in _lines(path):
-            truth = right.get(row["id"], {"ground_truth": []})["ground_truth"]
+        truths = _lines(place / "possible_answer" / path.name, id=str, ground_truth=list)
+        right = {} if category in _UNCALLED else {row["id"]: row["ground_truth"] for row in truths}
+        for row in _lines(path, id=str, question=list, function=list):
+            truth = right.get(row["id"], [])
             if not truth and category not in _UNCALLED:
                 raise DataError(f"{path}: possible_answer/{path.name} has no answer to {row['id']}")
+            if not (row["question"] and row["question"][0]):
+                raise DataError(f"{path}: {row['id']} asks nothing")
             own = {"id": row["id"], "category": category, "function": row["function"], "ground_truth": truth}
             rows.append({**own, "prompt": _with_functions(row["question"][0], row["function"])})
     if not any(row["category"] in _CALLED[:2] for row in rows):
@@ -165,19 +170,23 @@ def _with_functions(messages: list[dict[str, str]], functions: list[dict[str, An
     return [{"role": "system", "content": system}, *messages]
 
 
-def _lines(path: Path) -> Iterator[Any]:
-    """The values of a file with one on each line, whatever its name ends in."""
+def _lines(path: Path, **columns: type) -> Iterator[Any]:
+    """The rows of a file with one on each line, whatever its name ends in, which have such columns."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield _parsed(line, f"{path}, line {number}")
+                    row = _parsed(line, f"{path}, line {number}")
+                    _check(row, f"{path}, line {number}", **columns)
+                    yield row
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _json(path: Path) -> Any:
-    return _parsed(path.read_bytes(), str(path))
+def _check(row: Any, where: str, **columns: type) -> None:
+    for name, kind in columns.items():
+        if not isinstance(row, Mapping) or not isinstance(row.get(name), kind):
+            raise DataError(f"{where} has no {name}, or one that is no {kind.__name__}")
 
 
 def _parsed(text: bytes, where: str) -> Any:

@@ -301,6 +301,8 @@ def test_tasks_of_big_bench_hard_are_read_from_tables_too_and_one_that_is_missin
     for task in BBH:
         (tmp_path / f"{task}.jsonl").write_text(json.dumps({"input": "not ( True )", "target": "False"}) + "\n")
     assert len(asked(tokenizer, bbh=str(tmp_path))[0]["bbh"]) == 27
+    with pytest.raises(DataError, match=r"no directory"):
+        asked(tokenizer, bbh=str(tmp_path / "none"))
     (tmp_path / f"{BBH[3]}.jsonl").unlink()
     with pytest.raises(DataError, match=rf"evaluation\.named\.bbh.*{BBH[3]}"):
         asked(tokenizer, bbh=str(tmp_path))
@@ -333,8 +335,14 @@ async def test_calls_of_functions_are_asked_with_their_descriptions_and_compared
         assert scores == {"irrelevance": [0, 0, 1], "live_relevance": [1, 1, 0]}.get(
             category.removeprefix("live_") if category.endswith("irrelevance") else category, [1, 0, 0]
         )
-    (tmp_path / "data" / "possible_answer" / "BFCL_v4_parallel.json").write_text("")
-    with pytest.raises(DataError, match=r"evaluation\.named\.bfcl.*parallel_0"):
-        asked(tokenizer, bfcl=folder)
+    for name, lines, wrong in (
+        ("possible_answer/BFCL_v4_parallel.json", "", "parallel_0"),
+        ("possible_answer/BFCL_v4_parallel.json", '{"idd": 3}', "line 1 has no id"),
+        ("BFCL_v4_multiple.json", "[1]", "line 1 has no id"),
+        ("BFCL_v4_multiple.json", '{"id": "multiple_0", "question": [], "function": []}', "multiple_0"),
+    ):
+        (tmp_path / "data" / name).write_text(lines)
+        with pytest.raises(DataError, match=rf"evaluation\.named\.bfcl.*{wrong}"):
+            asked(tokenizer, bfcl=folder)
     with pytest.raises(DataError, match=r"bfcl-eval"):
         asked(tokenizer, bfcl=str(tmp_path))

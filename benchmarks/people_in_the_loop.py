@@ -161,19 +161,20 @@ async def learned(task: Task, seed: int, patience: int | None, demonstrations: P
             by_people += metrics["env_steps"] * metrics.get("interventions/share", 0.0)
             if steps >= due:
                 due += task.every
-                solved = await tried_out(tried, acting, task)
+                good, count = await tried_out(tried, acting, task)
+                solved = good / count
                 who = "without" if patience is None else "with"
-                told = f"{steps} steps, {solved:.0%} solved, {by_people / steps:.0%} by the person"
+                told = f"{steps} steps, {good} of {count} solved, {by_people / steps:.0%} by the person"
                 print(f"seed {seed}, {who} interventions: {told}, {time.process_time():.0f} s", flush=True)
 
 
-async def tried_out(env: Any, policy: Any, task: Task) -> float:
-    """The share of trials that are solved; of the first alone where it is less than a half."""
+async def tried_out(env: Any, policy: Any, task: Task) -> tuple[int, int]:
+    """How many trials are solved, and of how many: of the first alone where it is less than a half."""
     for count in (task.first, task.trials):
-        solved = sum(bool(episode.success_once) for episode in await trials(env, policy, count)) / count
-        if solved < 0.5:
+        solved = sum(bool(episode.success_once) for episode in await trials(env, policy, count))
+        if solved < count / 2:
             break
-    return solved
+    return solved, count
 
 
 async def demonstrated(task: Task, directory: Path, episodes: int) -> None:

@@ -50,6 +50,22 @@ def test_a_block_has_the_nearest_numbers_of_its_own_power_of_two(rows, columns, 
     assert torch.equal(unrounded(values, scales).bfloat16().float(), unrounded(values, scales)), "exact in bfloat16"
 
 
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300)])
+def test_torchao_rounds_to_the_same_bytes_by_the_same_scales_and_its_products_are_ours(shape):
+    theirs = pytest.importorskip(
+        "torchao.quantization.quant_primitives", reason="torchao is no dependency: pip install torchao"
+    )
+    random = torch.Generator().manual_seed(0)
+    matrix = torch.randn(shape, generator=random) * torch.rand(shape[0], 1, generator=random)
+    values, scales = round_matrix(matrix)
+    padded = torch.nn.functional.pad(matrix, (0, -shape[1] % 128, 0, -shape[0] % 128))
+    rounded = theirs._quantize_affine_float8(padded, scales, torch.float8_e4m3fn)
+    weights = theirs._dequantize_affine_float8(rounded, scales, torch.float32)[: shape[0], : shape[1]]
+    inputs = torch.randn(5, shape[1], generator=random)
+    assert torch.equal(rounded[: shape[0], : shape[1]].view(torch.uint8), values.view(torch.uint8))
+    assert torch.equal(inputs @ weights.T, inputs @ unrounded(values, scales).T)
+
+
 def test_what_is_not_finite_stays_so_in_its_own_block_and_nothing_stays_nothing():
     matrix = torch.ones(200, 300)
     matrix[5, 7], matrix[150, 299], matrix[130:, :128] = torch.inf, torch.nan, 0.0

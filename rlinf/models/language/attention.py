@@ -257,10 +257,6 @@ class Rectangle:
     begin: int
     """Position of the first query of each: those before it are asked for elsewhere."""
 
-    def mask(self, rule: Rule, device: torch.device) -> Tensor | None:
-        """The mask of each row, see `Rule.within`."""
-        return rule.within(self.length, device, self.begin)
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rectangles:
@@ -275,6 +271,24 @@ class Rectangles:
     """Which token asks at each place, int64 [sum of rows x (length - begin)]; None for `keys`."""
     restore: Tensor | None = None
     """The place of each token among those that ask, int64 [tokens]; None for the same place."""
+    masks: dict[tuple[object, ...], Tensor] = field(default_factory=dict)
+    """Masks of rows: all layers that see alike take the same ones."""
+
+    def mask(self, box: Rectangle, scores: Scores, rule: Rule, like: Tensor) -> Tensor | None:
+        """The mask of each row of a rectangle, see `Rule.within`: bool, or to be added to scores on a CPU, where plain
+        attention would make it so in every layer."""
+        window = rule.window(box.length)
+        adds = scores.plain and like.device.type == "cpu"
+        kind = (box.length, box.begin, rule if window is None else min(window, box.length), adds)
+        if kind not in self.masks:
+            mask = rule.within(box.length, like.device, box.begin)
+            if mask is None:
+                return None
+            if adds:
+                nothing = torch.zeros(mask.shape, dtype=wide(like[:0]).dtype, device=like.device)
+                mask = nothing.masked_fill_(~mask, -torch.inf)
+            self.masks[kind] = mask
+        return self.masks[kind]
 
 
 REFUSALS = (AttributeError, ImportError, IndexError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -470,7 +484,8 @@ def packed_attention(
     rule = attention_mask
     if rule is None:
         rule = _CAUSAL if sliding_window is None else Rule(sliding_window_causal_mask_function(sliding_window))
-    query, key, value = (part[0].transpose(0, 1) for part in (query, key, value))  # [tokens, heads, head_dim]
+    # [tokens, heads, head_dim]; the gradient of an index would be written into zeros
+    query, key, value = (part.squeeze(0).transpose(0, 1) for part in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if layout.pieces is not None:  # before anything may fail on one rank alone
         key, value = all_keys(key, value, layout.pieces)
@@ -550,7 +565,7 @@ def _by_rectangles(query: Tensor, key: Tensor, value: Tensor, layout: Layout, sc
         parts.append(tokens.split(sizes) if len(sizes) > 1 else (tokens,))
     for box, *of_box in zip(every.boxes, *parts, strict=True):
         rows = [tokens.unflatten(0, (box.rows, -1)).transpose(1, 2) for tokens in of_box]
-        attended = scores.attend(rows[0], rows[1], rows[2], box.mask(rule, query.device))
+        attended = scores.attend(rows[0], rows[1], rows[2], every.mask(box, scores, rule, query))
         done.append(attended.transpose(1, 2).flatten(0, 1))
     if every.restore is None:
         return done[0]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 
 from rlinf.cli.commands import _parsed, _resolved_of, _saved_model, main
+from rlinf.config.load import ConfigError
 
 
 @pytest.mark.parametrize("given", [[], ["--help"]])
@@ -86,3 +88,19 @@ def test_a_runs_directory_without_a_model_is_refused_by_its_name(tmp_path, capsy
     (tmp_path / "checkpoints").mkdir()
     assert main(["evaluate", "--model", str(tmp_path), "--config", "quickstart"]) == 2
     assert "checkpoints/latest/hf" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("entry", "wrong"), [({"args": {"uri": "x"}}, "uri"), ({"reward": "rlinf.rewards.instructions"}, "kwargs")]
+)
+def test_a_benchmark_whose_reward_is_not_given_what_it_takes_is_refused_by_its_key(entry, wrong, tmp_path):
+    from rlinf.cli.evaluate import _check_rewards  # here: it imports torch
+    from rlinf.runs.data import load_data_of
+    from rlinf.runs.rules import load_config
+
+    path = tmp_path / "facts.jsonl"
+    path.write_text('{"problem": "1 + 1?", "answer": "2"}\n')
+    named = {"simpleqa": {"data": str(path), **entry}}
+    config = load_config(None, [f"evaluation.named={json.dumps(named)}", "evaluation.problems=4"])
+    with pytest.raises(ConfigError, match=rf"evaluation\.named\.simpleqa\.reward.*{wrong}"):
+        _check_rewards(config, load_data_of(config))

@@ -84,6 +84,8 @@ drills: install  ## kill -9 parts of runs at DRILLS (100) random moments: nothin
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.driver --points $(or $(DRILLS),100) --flow $(or $(FLOW),grpo_async) $(DRILL_ARGS)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.signals --points $(or $(DRILLS),100)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.service --kills $(or $(DRILLS),100)
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.test_joining $(or $(DRILLS),20) grpo_async
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m tests.drills.test_replicas $(or $(DRILLS),20)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m repeated
 
 .PHONY: package
@@ -295,5 +297,5 @@ test-libero: libero  ## LIBERO's tasks beside the package itself, number by numb
 
 .PHONY: clean
 clean:  ## remove the environments and everything that tools left here; outputs/ stays
-	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(SGLANG) $(VLLM) $(ENVIRONMENTS) $(EVALUATIONS) $(LIBERO) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) $(TRL) $(SB3) $(COOKBOOK) $(SGLANG) $(VLLM) $(ENVIRONMENTS) $(EVALUATIONS) $(LIBERO) .venv-openpi .venv-lerobot build dist site *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 
     python -m benchmarks.joiners [--minutes 10] [--members 128] [--seed 0]
 
-The job's side is the real one: the pool of engines, its door and its connections, without an engine of its own, fed
+The job's side is the real one: the pool of engines, its listener and its connections, without an engine of its own, fed
 with requests as fast as they are answered and with new weights every five seconds. Of a member everything is real but
 the engine, whose answers are a plain function of the request, given after a moment: 128 processes that decode would
 want 128 cores. Members are forked from one process that has imported torch and no more, so that a machine of two cores

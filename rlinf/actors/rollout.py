@@ -45,7 +45,7 @@ from rlinf.engines.base import (
 from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.pool import Pool
 from rlinf.engines.transformers.plain import outline
-from rlinf.joining.door import listens_at
+from rlinf.joining.listener import listens_at
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, config_of, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost

@@ -31,7 +31,7 @@ from rlinf.data.packing import Packed, Row, cut, pack
 from rlinf.data.sample import Datum, Example, Group, Learned
 from rlinf.data.tokenizer import TokenizerSource
 from rlinf.data.weights import Weights
-from rlinf.joining.door import listens_at
+from rlinf.joining.listener import listens_at
 from rlinf.models.distillation import TeacherHead
 from rlinf.models.language.build import ModelSource, ModelSpec, output_embedding
 from rlinf.models.language.fsdp import dtype_of
@@ -156,9 +156,9 @@ class Trainer(TextTrainer):
         if settings.join is not None:
             away = replace(settings, join=None, lends=False, rescue_dir=None)
             same = {"algorithm": self._spec, "chat_template": chat_template, "seed": seed, "lora": lora}
-            await self._open_door({"model": model, "tokenizer": tokenizer, "settings": away, "freeze": freeze, **same})
+            await self._let_join({"model": model, "tokenizer": tokenizer, "settings": away, "freeze": freeze, **same})
 
-    async def _open_door(self, made_of: Mapping[str, Any]) -> None:
+    async def _let_join(self, made_of: Mapping[str, Any]) -> None:
         """Let replicas join.
 
         Raises:

@@ -29,7 +29,7 @@ from rlinf.config.load import InputError, RunFailure
 from rlinf.engines.pool.far_side import outlined_engine, serve
 from rlinf.joining.address import FILES, TOKEN, read
 from rlinf.joining.connection import Connection, connect
-from rlinf.joining.door import Sent
+from rlinf.joining.listener import Sent
 from rlinf.runtime.base.tasks import in_thread
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ class Joined:
     async def joins(self):
         """One more has joined; returns what has it leave."""
         leave, ready = asyncio.Event(), asyncio.Event()
-        host, port = self.runner._door.how.split()[2].split(":")
+        host, port = self.runner._listener.how.split()[2].split(":")
         connection = await connect(host, int(port), TOKEN)
         self.tasks.append(asyncio.create_task(far_side.replicate(connection, Trainer, ready.set, leave)))
         there = len(self.runner.members)

@@ -14,7 +14,7 @@ from typing import Any
 
 from rlinf.data.weights import Weights
 from rlinf.joining.connection import Connection
-from rlinf.joining.door import told_to_make, work_until_over
+from rlinf.joining.listener import told_to_make, work_until_over
 from rlinf.runtime.actor.actor import Actor
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.system.system import ActorSystem

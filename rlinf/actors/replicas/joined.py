@@ -32,7 +32,7 @@ from rlinf.actors.base import BaseTrainer
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.weights import Weights
 from rlinf.joining.connection import Connection
-from rlinf.joining.door import Door, Guest
+from rlinf.joining.listener import Joiner, Listener
 from rlinf.joining.peer import SILENCE, Peer
 from rlinf.metrics.explain import MICRO_BATCH
 from rlinf.runtime.base.calls import lease_here, start_apart
@@ -144,7 +144,7 @@ class JoinedReplicas:
         self.members: set[Replica] = set()
         """Those that have joined."""
         self._trainer, self._back = trainer, back
-        self._door = Door(self, "trainer", trainer.group.names[0].partition("[")[0], made_of)
+        self._listener = Listener(self, "trainer", trainer.group.names[0].partition("[")[0], made_of)
         self._numbers = itertools.count()
         self._stamp = self._whole_from = 0  # how often the weights have changed, and when otherwise than by a step
         self._closing = False
@@ -163,9 +163,9 @@ class JoinedReplicas:
         return iter(())
 
     async def listen(self, place: str, directory: str | None) -> str:
-        """Let replicas join; see `Door.open`."""
-        where = await self._door.open(place, directory)
-        logger.warning("trainer: replicas may join at %s: %s", where, self._door.how)
+        """Let replicas join; see `Listener.open`."""
+        where = await self._listener.open(place, directory)
+        logger.warning("trainer: replicas may join at %s: %s", where, self._listener.how)
         return where
 
     def changed(self) -> None:
@@ -176,9 +176,9 @@ class JoinedReplicas:
     async def close(self) -> None:
         """End with those who joined."""
         self._closing = True
-        self._door.shut()
+        self._listener.shut()
         await asyncio.gather(*(each.peer.connection.close("end") for each in self.members), return_exceptions=True)
-        await self._door.close()
+        await self._listener.close()
 
     # Commands ---------------------------------------------------------------------------------------------------------
 
@@ -344,15 +344,15 @@ class JoinedReplicas:
     # Joining and leaving ----------------------------------------------------------------------------------------------
 
     def came(self, connection: Connection, about: dict[str, Any]) -> Replica:
-        """See `House`."""
+        """See `Joinable`."""
         member = Replica(connection, about, self._tell)
         self.members.add(member)
         logger.warning("trainer: replica %s has joined; %s", member.peer.name, self._count())
         self._tell()
         return member
 
-    def left(self, member: Guest | None, peer: str, reason: str) -> None:
-        """See `House`."""
+    def left(self, member: Joiner | None, peer: str, reason: str) -> None:
+        """See `Joinable`."""
         if self._closing:
             return
         if not isinstance(member, Replica):

@@ -15,7 +15,7 @@ from contextlib import aclosing, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rlinf.joining.connection import Connection
-from rlinf.joining.door import told_to_make, work_until_over
+from rlinf.joining.listener import told_to_make, work_until_over
 from rlinf.runtime.base.tasks import in_thread
 
 if TYPE_CHECKING:

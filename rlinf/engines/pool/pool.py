@@ -37,7 +37,7 @@ from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepS
 from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.member import Member
 from rlinf.joining.connection import Connection
-from rlinf.joining.door import Door, Elsewhere, Guest
+from rlinf.joining.listener import Elsewhere, Joiner, Listener
 from rlinf.joining.peer import SILENCE
 from rlinf.models.language.truth import Way
 from rlinf.runtime.base.tasks import cancel_all
@@ -229,7 +229,7 @@ class Pool(Engine):
         self.members: set[Member] = set()
         """Those that have joined."""
         self._compute, self._silence, self._name, self._waiting = compute, silence, name, waiting
-        self._door = Door(self, "rollout", name, {**made_of, "weights_come": False}, elsewhere)
+        self._listener = Listener(self, "rollout", name, {**made_of, "weights_come": False}, elsewhere)
         self.where: str | None = None
         """Where engines may join."""
         self._own_answers = not isinstance(own, Absent)
@@ -335,7 +335,7 @@ class Pool(Engine):
         if self._own_answers or self.members:
             await self._changed.wait()
             return
-        with self._waiting(f"an engine that joins: {self._door.how}"):
+        with self._waiting(f"an engine that joins: {self._listener.how}"):
             await self._changed.wait()
 
     def _takes(self, member: Member) -> bool:
@@ -500,7 +500,7 @@ class Pool(Engine):
         if weights.adapter is None:
             here = all(bucket.device.type == "cpu" for bucket in weights.buckets) and weights.version_now is None
             self._newest = weights if here else await self._compute(_copied, weights)
-            self._door.made_of["weights_come"] = True
+            self._listener.made_of["weights_come"] = True
             for member in self.members:
                 member.publish(self._newest)
 
@@ -509,18 +509,18 @@ class Pool(Engine):
     @property
     def coming(self) -> int:
         """How many have joined, or are about to."""
-        return self._door.coming
+        return self._listener.coming
 
     async def listen(self, place: str, directory: str | None, token: str | None = None) -> str:
-        """Let engines join; see `Door.open`."""
-        where = self.where = await self._door.open(place, directory, token)
+        """Let engines join; see `Listener.open`."""
+        where = self.where = await self._listener.open(place, directory, token)
         if token is None:  # else whoever has it knows where this is
             may = "other processes may join" if self._own_answers else "it generates by engines that join alone,"
-            logger.warning("%s: %s at %s: %s", self._name, may, where, self._door.how)
+            logger.warning("%s: %s at %s: %s", self._name, may, where, self._listener.how)
         return where
 
     def came(self, connection: Connection, about: dict[str, Any]) -> Member:
-        """See `House`."""
+        """See `Joinable`."""
         member = Member(connection, about, self._silence, self._tell)
         self.members.add(member)
         if self._newest is not None:
@@ -529,8 +529,8 @@ class Pool(Engine):
         self._tell()
         return member
 
-    def left(self, member: Guest | None, peer: str, reason: str) -> None:
-        """See `House`."""
+    def left(self, member: Joiner | None, peer: str, reason: str) -> None:
+        """See `Joinable`."""
         if self._closing:
             return
         if not isinstance(member, Member):
@@ -549,15 +549,15 @@ class Pool(Engine):
     def _count(self) -> str:
         count = len(self.members)
         if count == 0 and not self._own_answers:
-            return f"none is there: answers wait until one joins: {self._door.how}"
+            return f"none is there: answers wait until one joins: {self._listener.how}"
         there = f"{count} {'engine is' if count == 1 else 'engines are'} there"
         return f"{there} beside the job's own" if self._own_answers else there
 
     async def close(self) -> None:
         self._closing = True
-        self._door.shut()
+        self._listener.shut()
         await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
-        await self._door.close()
+        await self._listener.close()
         await self.own.close()
 
 

@@ -1,7 +1,7 @@
-"""The door of a job: a port at which others join it, and what both ends do from hello to goodbye.
+"""Port at which others join a job, and what both ends do from hello to goodbye.
 
-Flows in: connections. Flows out: what each is to make, and its messages to the guest that the job has for it. Who wakes
-whom: a connection starts a task of its own, which ends with it; nobody else waits.
+Flows in: connections. Flows out: what each is to make, and its messages to the job's end of it. Who wakes whom: a
+connection starts a task of its own, which ends with it; nobody else waits.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Sent(Exception):
     """The job has others join elsewhere now: where fewer are. The text is "host:port"."""
 
 
-class Guest(Protocol):
+class Joiner(Protocol):
     """The job's end of one that joined."""
 
     def take(self, kind: str, *rest: Any) -> str | None:
@@ -51,23 +51,23 @@ class Guest(Protocol):
         ...
 
 
-class House(Protocol):
+class Joinable(Protocol):
     """Whoever is joined."""
 
-    def came(self, connection: Connection, about: dict[str, Any]) -> Guest:
+    def came(self, connection: Connection, about: dict[str, Any]) -> Joiner:
         """One has made what it was told, and says this about itself."""
         ...
 
-    def left(self, guest: Guest | None, peer: str, reason: str) -> None:
+    def left(self, joiner: Joiner | None, peer: str, reason: str) -> None:
         """One is gone, from that address; None: before it came."""
         ...
 
 
-class Door:
+class Listener:
     """A port at which others join.
 
     Args:
-        house: is joined.
+        joinable: is joined.
         role: that they have there, as in `rlinf join`.
         name: of who is joined, for messages.
         made_of: what they make; it may change.
@@ -75,9 +75,9 @@ class Door:
     """
 
     def __init__(
-        self, house: House, role: str, name: str, made_of: Mapping[str, Any], elsewhere: Elsewhere | None = None
+        self, joinable: Joinable, role: str, name: str, made_of: Mapping[str, Any], elsewhere: Elsewhere | None = None
     ) -> None:
-        self._house, self._role, self._name = house, role, name
+        self._joinable, self._role, self._name = joinable, role, name
         self.made_of, self._elsewhere = dict(made_of), elsewhere
         self.how = ""
         """Command by which one joins."""
@@ -129,7 +129,7 @@ class Door:
             if isinstance(error, Refused):
                 logger.warning("%s: somebody who wanted to join was turned away: %s", self._name, error)
             return
-        guest: Guest | None = None
+        joiner: Joiner | None = None
         there: str | None = None
         reason = "its process has ended, or the network to it"
         try:
@@ -138,12 +138,12 @@ class Door:
                 return
             connection.send("make", self.made_of)
             async for message in connection.messages():
-                if guest is not None:
-                    if (leaves := guest.take(*message)) is not None:
+                if joiner is not None:
+                    if (leaves := joiner.take(*message)) is not None:
                         reason = leaves
                         break
                 elif message[0] == "ready":
-                    guest = self._house.came(connection, message[1])
+                    joiner = self._joinable.came(connection, message[1])
                 else:
                     reason = f"it could not make what it was told: {message[1]}"
                     break
@@ -152,7 +152,7 @@ class Door:
         finally:
             connection.abandon()
             if there is None:
-                self._house.left(guest, connection.peer, reason)
+                self._joinable.left(joiner, connection.peer, reason)
 
     def shut(self) -> None:
         """Let nobody in any more."""

@@ -22,7 +22,7 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize(
     ("count", "ceiling"),
     [
-        pytest.param(HOUSE.code.total(), 90_647, id="lines of code"),
+        pytest.param(HOUSE.code.total(), 90_649, id="lines of code"),
         pytest.param(len(HOUSE.code), 475, id="files"),
         pytest.param(HOUSE.import_share, 0.08, id="share of lines that import"),
         pytest.param(len(HOUSE.small_modules), 24, id="small modules with one importer"),

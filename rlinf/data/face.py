@@ -144,6 +144,8 @@ async def faces(holding: AsyncIterable[Handle]) -> AsyncIterator[Any]:
         face = None if handle.here else handle.face
         if face is None:
             yield await handle.value()
+        elif isinstance(face, Group):  # its maker keeps none of it
+            yield face
         else:
             handle.keep()
             face.lead.handle = handle

@@ -49,10 +49,11 @@ ASIDE = frozenset(
     "save restore export_state import_state state samples shapes version scored learned optimizer_steps computes "  # noqa: SIM905
     "load_decided weigh watch ask live in_flight answering settled drop split forget abort pause resume work_next "
     "work_drained work_take joint_ready joint_over joint_start joint_given forget_gradients open_model close_model "
-    "save_model load_model takes_adapters unload keep_past joinable".split()
+    "save_model load_model takes_adapters unload keep_past joinable let_copies_part sums overwrite".split()
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, ranks that wait for each other, and
-what tells of its parts as other endpoints. Where a device does nothing else, it idles."""
+what tells of its parts as other endpoints, or runs in a replica that joined. Where a device does nothing else, it
+idles."""
 THE_FLOW = "flow"
 """Name of the flow function as source or target of a flow."""
 

@@ -20,8 +20,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 from torch import Tensor
-from transformers import AutoTokenizer
 
+from rlinf.data.tokenizer import load_tokenizer
 from rlinf.runtime.base.errors import UserError
 from rlinf.service import types, wire
 from rlinf.service.local import Local
@@ -156,7 +156,7 @@ class TrainingClient:
 
     def get_tokenizer(self) -> Any:
         """The base model's."""
-        return AutoTokenizer.from_pretrained(self._local.app.tokenizer)
+        return load_tokenizer(self._local.app.tokenizer)
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float | str] | None = None
@@ -272,7 +272,7 @@ class SamplingClient:
 
     def get_tokenizer(self) -> Any:
         """The base model's."""
-        return AutoTokenizer.from_pretrained(self._local.app.tokenizer)
+        return load_tokenizer(self._local.app.tokenizer)
 
     def sample(
         self,

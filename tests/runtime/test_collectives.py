@@ -382,6 +382,7 @@ async def interrupted(c: Collectives, rank: int) -> bool:
         making = asyncio.create_task(c.mesh("interrupted", [1, 2]))
         await asyncio.to_thread(c._own_store().wait, ["mesh/interrupted.shard/1-2/here/1"])
         await c.release("interrupted")
+        await asyncio.to_thread(c._own_store().set, "interrupted is released", "")
         with pytest.raises(asyncio.CancelledError):
             await making
         await c.group("interrupted, after", [1, 2])
@@ -390,6 +391,7 @@ async def interrupted(c: Collectives, rank: int) -> bool:
             assert asyncio.get_running_loop().time() < deadline
             await asyncio.sleep(0.01)  # a thread of torch's is what changes it
         return "interrupted" not in c._lines
+    await asyncio.to_thread(c._own_store().wait, ["interrupted is released"])
     await c.mesh("interrupted", [1, 2])
     await c.group("interrupted, after", [1, 2])
     return True

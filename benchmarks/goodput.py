@@ -27,12 +27,12 @@ DAY = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What becomes of a job when hosts fail."""
+    """Assumptions about a job whose hosts fail."""
 
     hosts: int = 4096
     """Machines."""
     devices: int = 8
-    """Of each."""
+    """Devices of a host."""
     training: float = 0.25
     """Share of the hosts that train; the others generate, and both take equally long for a step."""
     rate: float = 1e-3

@@ -150,7 +150,7 @@ def nursery(port: int) -> None:
 
 @dataclass(slots=True)
 class Seen:
-    """What was counted."""
+    """Counts of a drill."""
 
     asked: int = 0
     answered: int = 0

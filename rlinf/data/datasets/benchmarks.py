@@ -74,7 +74,7 @@ class Benchmark:
     problems: int | None = None
     """How many the published set has; None: unknown."""
     form: str = ""
-    """Of files that belong together, as `published.FORMS` names it; "" for a table."""
+    """Form of files that belong together, as `published.FORMS` names it; "" for a table."""
 
 
 def _choice(

@@ -50,6 +50,14 @@ def test_every_link_and_anchor_leads_somewhere_and_every_page_is_in_the_navigati
     assert site[1] == []
 
 
+def test_rows_of_tables_are_rows_and_text_is_none(site):
+    for page in site[0].rglob("*.html"):
+        text = page.read_text(encoding="utf-8")
+        stray = re.findall(r"<p>\s*\| .{0,60}", text)
+        swallowed = re.findall(r"<tr>\s*<td>(?!<strong>)(.+?)</td>(?:\s*<td[^>]*></td>)+\s*</tr>", text)
+        assert (stray, swallowed) == ([], []), page
+
+
 def test_nothing_is_loaded_from_elsewhere(site):
     pages = [*site[0].rglob("*.html")]
     assert len(pages) > 80

@@ -46,7 +46,7 @@ _OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), OFF_POLICY),
     **dict.fromkeys(("tau",), _WITH_TARGETS),
     "gripper_penalty": ("sac",),
-    **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "subset", "shift"), ("sac", "crossq")),
+    **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "backup_entropy", "subset", "shift"), ("sac", "crossq")),
     **dict.fromkeys(("expectile", "beta"), ("iql",)),
 }
 """Which algorithms read each key of `off_policy`."""
@@ -363,6 +363,9 @@ class OffPolicyConfig:
     """Learning rate of the temperature; null takes optimizer.lr, 0 keeps it."""
     target_entropy: float | None = None
     """Nats that the temperature aims at; null: minus the numbers in a chunk."""
+    backup_entropy: bool = True
+    """The critics count the entropy of what follows as reward (sac, crossq). With false, as HIL-SERL has it, only the
+    actor does: of a reward that comes once, at success, the entropy of the way there can be worth more."""
     subset: int | None = Field(default=None, ge=1)
     """Target critics drawn in each step (REDQ); null takes all."""
     gripper_penalty: float = Field(default=0.0, ge=0)

@@ -72,6 +72,8 @@ class SacSettings(OffPolicySettings):
     subset: int | None = None
     """How many target critics, drawn anew each step, the smallest prediction is taken of, and the actor then follows
     the mean of all critics (REDQ, RLPD); None: all of them, and the actor follows the smallest."""
+    backup_entropy: bool = True
+    """Count the entropy of what follows as reward in the critics' targets; the actor's loss has its entropy anyway."""
     gripper_penalty: float = 0.0
     """Taken off the reward of the gripper's critics where it is told to close or open, and not to stay."""
 

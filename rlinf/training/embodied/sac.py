@@ -139,6 +139,8 @@ class SacLearner:
 
             y = sum over the chunk of gamma^i r_i  +  gamma^steps (1 - terminated) (Q'(s', a') - alpha log pi(a'|s'))
 
+        without the entropy, the last term, where `backup_entropy` is false.
+
         A chunk whose episode was cut before its last action is discounted by the actions that were done.
 
         Args:
@@ -158,7 +160,7 @@ class SacLearner:
             pessimistic(values, subset=self.settings.subset, generator=generator),
             at_level(logprobs, "chunk"),
             gamma=gamma,
-            alpha=self.alpha,
+            alpha=self.alpha if self.settings.backup_entropy else 0.0,
             steps=batch["steps"],
         )
 

@@ -58,6 +58,10 @@ def test_the_target_of_hand_made_transitions_is_the_one_worked_out_by_hand():
         1.0,  # the task ended with the first
     ])  # fmt: skip
     torch.testing.assert_close(made.target(batch, noise), expected)
+    without = learner({"chunk": 2}, gamma=0.5, alpha=0.1, backup_entropy=False)
+    without.module.load_state_dict(made.module.state_dict())
+    left = expected + torch.tensor([0.25, 0.0, 0.5, 0.0]) * 0.1 * logprob  # without the entropy of what follows
+    torch.testing.assert_close(without.target(batch, noise), left)
 
 
 def test_a_subset_of_critics_is_drawn_for_the_target():

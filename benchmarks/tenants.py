@@ -10,6 +10,8 @@ in turn, in one process. Before anything is timed, log-probs and the adapters af
 `--dtype bfloat16` takes a base in bfloat16, `--unembed` adapters of the output embedding, too; `--operators` prints by
 operator, for both ways, where the processor's time goes.
 
+Products are as a service has them; with `MKL_CBWR=AUTO` before the command they are as elsewhere.
+
 `--memory` has one tenant after the other learn, and measures the process after each has taken a step: beside the bytes
 of its adapters and of what Adam keeps of them, and beside the process with one. Of more than `--open` tenants, those
 that learned first wait on the disk, as a service has them wait (`serve.max_open`).
@@ -40,6 +42,7 @@ from rlinf.actors.trainer import Trainer
 from rlinf.algos.token_losses import TokenLoss
 from rlinf.data.sample import Datum
 from rlinf.runtime.system.system import ActorSystem
+from rlinf.service.serve import steady_products
 from rlinf.training.optimizer import Adam
 from rlinf.training.schedule import TokenPass
 
@@ -182,6 +185,7 @@ async def main() -> None:
     parser.add_argument("--operators", action="store_true", help="where the time goes")
     parser.add_argument("--open", type=int, default=64, help="tenants in memory")
     args = parser.parse_args()
+    steady_products()  # as a service has them
     print(f"{args.model or 'tiny'}, {args.tenants} tenants of rank {LORA['r']}, {torch.get_num_threads()} threads")
     layers = ["all-linear", "unembed"] if args.unembed else ["all-linear"]
     case = Case(args.model or TINY, args.tenants, {**LORA, "target_modules": layers}, args.dtype)

@@ -403,6 +403,11 @@ class Trainer(TextTrainer):
         """
         return await self._token_passes(passes)
 
+    @endpoint(device=True, joint=True)
+    async def why_alone(self) -> str:
+        """Why `token_passes` computes models one after the other, and what helps; empty: it has common batches."""
+        return await self.compute_spmd(lambda: self._fsdp().apart.why)
+
     async def _token_passes(self, passes: Sequence[TokenPass]) -> list[list[np.ndarray]]:
         names = [each.model for each in passes]
         learners = [self._model(name) for name in names]
@@ -436,7 +441,7 @@ class Trainer(TextTrainer):
         for at_once in zip_longest(*cuts):  # never two of one model, whose gradients add up one after the other
             present = [(one, mine) for one, mine in zip(passes, at_once, strict=True) if mine]
             sizes = [sum(row.size for row in mine) for _, mine in present]
-            for some in cut(present, sizes, packing.budget if back.multiple else 0):
+            for some in cut(present, sizes, packing.budget if back.apart.multiple else 0):
                 parts = [
                     ModelPass(self._models[one.model], pack(mine, shares=False), one.loss)  # type: ignore[arg-type]
                     for one, mine in some

@@ -141,11 +141,12 @@ def serve(arguments: Sequence[str]) -> None:
     hosts = int(os.environ.get("WORLD_SIZE", "1"))
     config = load_config(shipped(options.config or "serve/tiny"), options.overrides, hosts)
     try:  # before the processes meet: torch comes with it, which takes seconds
-        from rlinf.service.serve import serving
+        from rlinf.service.serve import serving, steady_products
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "google":
             raise
         raise InputError("rlinf serve needs protobuf: pip install 'rlinf[service]'") from None
+    steady_products()
     service = partial(serving, config, partial(print, flush=True))
     if hosts == 1:
         asyncio.run(_serve(service))

@@ -136,7 +136,7 @@ class InOrder:
     """
 
     def __init__(self, first: int = 0) -> None:
-        self._next = first
+        self._next, self._last = first, first - 1
         self._waiting: dict[int, asyncio.Future[None]] = {}
         self._busy = False
 
@@ -148,12 +148,16 @@ class InOrder:
     @property
     def last(self) -> int:
         """Number of the last request that is known."""
-        return max([self._next - 1, *self._waiting])
+        return max(self._next - 1, self._last)
 
     @property
     def missing(self) -> int | None:
         """Number of the request for which all others wait, since it did not come."""
         return None if self._busy or not self._waiting else self._next
+
+    def promise(self, number: int) -> None:
+        """Know of a request before it is run: one without a number, at the same moment, has another."""
+        self._last = max(self._last, number)
 
     async def run(self, number: int, work: Work) -> Result:
         """Run a request when all before it are over.

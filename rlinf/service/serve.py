@@ -7,6 +7,7 @@ runs until it is told to end. Checkpoints of clients lie beside the run's direct
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -32,6 +33,12 @@ from rlinf.storage.files import replace_text
 
 _READ = ("model", "rollout", "trainer", "placement", "metrics", "seed", "trace", "log_every")
 """Sections and keys that a service's session has of its configuration."""
+
+
+def steady_products() -> None:
+    """Have MKL cut no sum among threads by how many rows there are, before its first product: so that several models
+    learn in one batch with several threads, too. Whoever has set its mode keeps it."""
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 @asynccontextmanager
@@ -74,7 +81,7 @@ async def serving(
         settings = {"run_dir": directory, **_settings(config)}
         context = Session.local(**settings) if system is None else Session.connect(system, **settings)
         session = await stack.enter_async_context(context)
-        await _try_models(session)
+        why_alone = await _try_models(session)
         service = Service(session, config.serve, root, keys, unembeds=await _unembeds(session, config))
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
@@ -87,6 +94,8 @@ async def serving(
         port = listener.getsockname()[1]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         say(f"{config.name}: serves {config.serve.model_name} to clients of the Tinker API; checkpoints go to {root}")
+        if why_alone:
+            say(f"  models learn one after the other, not in common batches: {why_alone}")
         if service.sessions:
             count = f"{len(service.models)} models and {len(service.samplers)} samplers"
             say(f"  it goes on with what clients had: {count} of {len(service.sessions)} sessions")
@@ -99,8 +108,8 @@ async def serving(
         yield url, token or next(iter(named.values())), app
 
 
-async def _try_models(session: Session) -> None:
-    """See that the trainer can have models of clients.
+async def _try_models(session: Session) -> str:
+    """See that the trainer can have models of clients; why they do not learn in common batches, if they do not.
 
     Raises:
         InputError: it cannot.
@@ -110,6 +119,7 @@ async def _try_models(session: Session) -> None:
     except ValueError as error:
         raise InputError(f"rlinf serve: models of clients cannot be trained so: {error}") from None
     await session.trainer.close_model("probe")
+    return await session.trainer.why_alone()
 
 
 async def _unembeds(session: Session, config: RunConfig) -> bool:

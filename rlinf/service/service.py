@@ -475,6 +475,7 @@ class Service:
 
         if tokens is not None:
             self._admit(id, tokens, last=number > model.order.last)
+        model.order.promise(number)
         self.promises.make(id, lambda: model.order.run(number, turn))
         return id
 

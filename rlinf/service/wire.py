@@ -137,7 +137,7 @@ class Targets:
             if crow is None:
                 tokens = data.reshape(shape)
             else:
-                places = np.repeat(np.arange(rows), np.diff(crow)), np.array(value["sparse_col_indices"], np.int64)
+                places = _places(np.array(crow, np.int64), np.array(value["sparse_col_indices"], np.int64), shape)
                 tokens = np.full(shape, -1)
                 tokens[places] = data
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -244,13 +244,44 @@ def _datum(message: Any) -> Datum:
 
 
 def _tensor(message: Any, name: str) -> np.ndarray:
-    if message.sparse_csr.crow_indices:
-        raise ValueError(f"{name} is a sparse tensor, which this service does not read")
-    values = _array(message.dense, message.dtype, name)
     shape = tuple(message.shape)
+    if message.HasField("sparse_csr"):
+        return _dense(message, name, shape)
+    values = _array(message.dense, message.dtype, name)
     if shape and int(np.prod(shape)) != len(values):
         raise ValueError(f"{name} has {len(values)} values, and its shape is {list(shape)}")
     return values.reshape(shape) if shape else values
+
+
+def _dense(message: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+    """Read a sparse `Tensor`, as clients send targets of several at a position and their weights: 0 where nothing is
+    listed, which is a target that counts for nothing."""
+    csr = message.sparse_csr
+    values = _array(csr.values, message.dtype, name)
+    rows, columns = _array(csr.crow_indices, _INT64, name), _array(csr.col_indices, _INT64, name)
+    if len(shape) != 2 or not 1 <= shape[1] <= MOST_TARGETS:
+        raise ValueError(f"{name} is sparse, of shape {list(shape)}, and must be of [tokens, 1 to {MOST_TARGETS}]")
+    try:
+        places = _places(rows, columns, shape)
+        dense = np.zeros(shape, values.dtype)
+        dense[places] = values
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
+    return dense
+
+
+def _places(crow: np.ndarray, columns: np.ndarray, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Row and column of each value of a sparse tensor in the form of compressed rows.
+
+    Raises:
+        ValueError: they are not places of the tensor.
+    """
+    counts = np.diff(crow)
+    if len(crow) != shape[0] + 1 or crow[0] != 0 or (counts < 0).any() or crow[-1] != len(columns):
+        raise ValueError(f"its crow_indices are not those of {shape[0]} rows with {len(columns)} values")
+    if len(columns) and not 0 <= columns.min() <= columns.max() < shape[1]:
+        raise ValueError(f"its col_indices must be from 0 to {shape[1] - 1}")
+    return np.repeat(np.arange(shape[0]), counts), columns
 
 
 def tensor(array: np.ndarray) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from rlinf.models.language.build import ModelSpec, build_module, own_dtype, plac
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
-from rlinf.models.language.tenants import Tenant, rows_apart, rows_by
+from rlinf.models.language.tenants import Apart, Tenant, rows_apart, rows_by
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
@@ -248,24 +248,25 @@ class FsdpBackEnd:
         return Learner(self.module, settings, self.layout, name)
 
     @cached_property
-    def multiple(self) -> int | None:
-        """Micro-batches of several models can be computed as one whose tokens are a multiple of this; None: each alone,
+    def apart(self) -> Apart:
+        """Micro-batches of several models can be computed as one whose tokens are a multiple of this; or each alone,
         since their results would depend on one another."""
         module = self.module
-        apart = module.packs and module.plain_head and module.mixture is None and module.pictures is None
+        if not (module.packs and module.plain_head and module.mixture is None and module.pictures is None):
+            return Apart(None, "texts of such a model are not laid beside one another in one batch")
         with module.computing():  # in the dtype that counts
-            return rows_apart(self.model) if apart else None
+            return rows_apart(self.model)
 
     def passes(self, passes: Sequence[ModelPass]) -> list[Tensor]:
         """Log-probs of micro-batches of several models, [learned] each; adds the gradients of those that have a loss.
 
         Args:
-            passes: one for each model; more than one only with a `multiple`.
+            passes: one for each model; more than one only where they are `apart`.
         """
         device = next(self.module.parameters()).device
         batches = [each.batch.to(device) for each in passes]
         places = [[slice(None)], [slice(None)]]
-        if self.multiple:
+        if self.apart.multiple:
             places = [_consecutive([len(b.ids) for b in batches]), _consecutive([len(b.targets) for b in batches])]
         tenants = [
             Tenant(each.learner.adapter, mine, learned, each.loss is not None)
@@ -274,7 +275,7 @@ class FsdpBackEnd:
         learns = any(each.loss is not None for each in passes)
         with rows_by(self.model, tenants), self.module.computing(), torch.set_grad_enabled(learns):
             sizes = [len(each.targets) for each in batches]
-            whole = self.module(beside(batches, self.multiple or 1))[0]
+            whole = self.module(beside(batches, self.apart.multiple or 1))[0]
             *logprobs, _ = whole.split([*sizes, len(whole) - sum(sizes)])
             losses = {
                 each.learner: each.loss(mine, batch.columns, counted(batch.sequences, len(batch.lengths)))

@@ -265,12 +265,13 @@ async def test_what_is_not_finite_in_one_model_reaches_no_other_in_its_batch(bas
 
 def test_where_rows_depend_on_one_another_nothing_is_computed_together():
     odd = torch.nn.Linear(9, 5)  # of no multiple do vector instructions leave nothing over
-    assert rows_apart(odd) is None or 9 * rows_apart(odd) % 32 == 0
+    found = rows_apart(odd)
+    assert 9 * found.multiple % 32 == 0 if found.multiple else "OMP_NUM_THREADS" in found.why
     even = torch.nn.Linear(64, 32)
     threads = torch.get_num_threads()
-    assert rows_apart(even) in range(8, 129, 8)
+    assert rows_apart(even).multiple in range(8, 129, 8)
     try:
         torch.set_num_threads(7)
-        assert rows_apart(odd) is None
+        assert rows_apart(odd).multiple is None
     finally:
         torch.set_num_threads(threads)

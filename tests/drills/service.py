@@ -31,7 +31,7 @@ import aiohttp
 from safetensors.numpy import load_file
 
 from rlinf.runs.rules import load_config
-from rlinf.service.serve import serving
+from rlinf.service.serve import serving, steady_products
 from tests.launching import ROOT, environment
 from tests.service.serving import KEY, TINY, read_sample, request
 
@@ -363,6 +363,7 @@ def main() -> None:
     parser.add_argument("--command", type=float, default=0.1, help="share of services begun as `rlinf serve`")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    steady_products()  # as `rlinf serve` has them, which some services are begun as
     bad = 0
     for first in range(0, options.kills, options.each):
         seed, kills = options.seed + first, min(options.each, options.kills - first)

@@ -53,6 +53,13 @@ def program(url):
     assert both.metrics["loss:sum"] == pytest.approx(
         2 * before.metrics["loss:sum"] - 0.25 * of_two[1, 1] + 0.5 * of_two[2, 1], rel=1e-5
     )
+    wide = {"target_tokens": torch.tensor([[4], [5], [6]]), "weights": torch.tensor([[0.0], [1.0], [1.0]])}
+    wide = {name: torch.nn.functional.pad(each, (0, 4)) for name, each in wide.items()}  # which the client sends sparse
+    wide["target_tokens"][1, 1], wide["weights"][1, 1] = 9, 0.25
+    assert all(datum(**wide).loss_fn_inputs[name].sparse_crow_indices for name in wide)
+    sparse = trained.forward([datum(**wide)], "cross_entropy").result()
+    assert sparse.metrics["loss:sum"] == pytest.approx(before.metrics["loss:sum"] - 0.25 * of_two[1, 1], rel=1e-5)
+    assert sparse.loss_fn_outputs[0]["logprobs"].to_numpy()[:, 0] == pytest.approx(of_one, abs=1e-6)
     sums = []
     for _ in range(4):  # both are sent before either is waited for
         learned = trained.forward_backward([datum()] * 2, "cross_entropy")

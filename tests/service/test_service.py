@@ -4,10 +4,15 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
-from rlinf.service import app
+from rlinf.models.language.tenants import Apart
+from rlinf.runs.rules import load_config
+from rlinf.service import app, wire
+from rlinf.service.serve import serving
+from rlinf.training.fsdp import FsdpBackEnd
 from tests.engines.vllm.test_vllm_engine import PYTHON
-from tests.service.serving import Http, read_sample, tiny
+from tests.service.serving import TINY, Http, read_sample, tiny
 
 ADAM = {"learning_rate": 0.01}
 
@@ -39,6 +44,15 @@ async def test_requests_run_in_the_order_of_their_numbers_and_the_same_again_has
         key = {"X-Idempotency-Key": "1"}
         sessions = [await http.ask("create_session", {}, headers=key) for _ in range(2)]
         assert sessions[0] == sessions[1] != await http.ask("create_session", {})
+
+
+async def test_requests_without_numbers_at_one_moment_are_each_their_own(tmp_path):
+    config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={tmp_path}"], 1)
+    async with serving(config, lambda line: None) as (url, key, face), Http(url, key) as http:
+        model = await http.model()
+        asked = {"model_id": model, "adam_params": ADAM}
+        ids = [(await face._optim_step(asked))["request_id"] for _ in range(3)]  # none of which has begun
+        assert ids == [f"{model}:{number}" for number in (1, 2, 3)]
 
 
 async def test_models_that_learn_at_the_same_time_learn_bit_for_bit_what_each_learns_alone(tmp_path):
@@ -290,6 +304,34 @@ DATA = [
     ({"loss": "stable_reinforce"}, "stable_reinforce"),
     ({"settings": {"beta": 1.0}}, "beta"),
 ]
+
+
+async def test_the_start_says_why_models_learn_one_after_the_other(tmp_path, monkeypatch):
+    for why in ("a product of [7, 9]", ""):
+        monkeypatch.setattr(FsdpBackEnd, "apart", Apart(None if why else 8, why))
+        lines: list[str] = []
+        config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={tmp_path}"], 1)
+        async with serving(config, lines.append):
+            assert sum("a product of [7, 9]" in line for line in lines) == bool(why)
+
+
+def sparse(crow, columns, shape=(3, 2)):
+    csr = {"values": np.arange(1, 1 + len(columns)), "crow_indices": np.array(crow), "col_indices": np.array(columns)}
+    about = {name: array.astype("<i8").tobytes() for name, array in csr.items()}
+    return wire.read("Tensor", wire.written("Tensor", sparse_csr=about, dtype=2, shape=shape))
+
+
+def test_sparse_targets_are_read_as_torch_reads_them_and_refused_where_they_have_no_place():
+    message = sparse([0, 1, 1, 3], [1, 0, 1])
+    parts = (torch.tensor(each) for each in ([0, 1, 1, 3], [1, 0, 1], [1, 2, 3]))
+    assert (wire._tensor(message, "x") == torch.sparse_csr_tensor(*parts, (3, 2)).to_dense().numpy()).all()
+    for bad in (
+        ([0, 1, 1, 4], [1, 0, 1]), ([0, 2, 1, 3], [1, 0, 1]), ([0, 1, 3], [1, 0, 1]), ([1, 1, 1, 3], [1, 0, 1]),
+        ([0, 1, 1, 3], [1, 0, 2]), ([0, 1, 1, 3], [1, -1, 1]), ([], []), ([0, 0], [], (1, 10**9)),
+        ([0, 0], [], (10**12, 2)), ([0, 0], [], (1,)), ([0, 0], [], (-1, 2)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="weights"):
+            wire._tensor(sparse(*bad), "weights")
 
 
 async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_path):

@@ -179,25 +179,41 @@ class HeadProducts:
                 yield number, block, whole, slice(max(first, at), min(last, whole.stop))
 
 
-@torch.no_grad()
-def rows_apart(model: nn.Module) -> int | None:
-    """The smallest number of which a batch's rows must be a multiple for no row's results to depend on the others;
-    None: there is none that is small.
+class Apart(NamedTuple):
+    """Common batches in which no row's results depend on the others."""
 
-    Products of matrices are tried: some libraries take other ways for few rows. Vector instructions leave numbers over
-    at the end of what each thread gets, so the multiple is one that leaves none. Elsewhere than on a CPU, where nothing
-    is promised, it is 1.
+    multiple: int | None
+    """Their rows are a multiple of this; None: there are none."""
+    why: str = ""
+    """There are none, and what helps."""
+
+
+@torch.no_grad()
+def rows_apart(model: nn.Module) -> Apart:
+    """The smallest number of which a batch's rows must be a multiple for no row's results to depend on the others.
+
+    Products of matrices are tried: some libraries take other ways for few rows, or cut sums among threads by how many
+    there are. Vector instructions leave numbers over at the end of what each thread gets, so the multiple is one that
+    leaves none. Elsewhere than on a CPU, where nothing is promised, it is 1.
     """
     weights = {tuple(each.weight.shape): each.weight for each in model.modules() if isinstance(each, nn.Linear)}
     if next(iter(weights.values())).device.type != "cpu":
-        return 1
-    whole = _VECTOR * math.lcm(*range(1, torch.get_num_threads() + 1))
+        return Apart(1)
+    threads = torch.get_num_threads()
+    whole = _VECTOR * math.lcm(*range(1, threads + 1))
     widths = {width for shape in weights for width in shape if width >= _VECTOR // 8}
-    for rows in range(8, _MOST + 1, 8):
-        even = all(rows * width % whole == 0 for width in widths)
-        if even and all(_alike(weight, rows) for weight in weights.values()):
-            return rows
-    return None
+    even = [n for n in range(8, _MOST + 1, 8) if all(n * width % whole == 0 for width in widths)]
+    if not even:
+        return Apart(None, f"{threads} threads leave over numbers of its layers' widths: set OMP_NUM_THREADS=1")
+    cheap = sorted(weights.values(), key=torch.numel)  # what fails shall do so before the vocabulary's turn
+    for rows in even:
+        for odd in cheap:
+            if not _alike(odd, rows):
+                break
+        else:
+            return Apart(rows)
+    what = f"in products with a matrix of {list(odd.shape)}, what a row comes to depends on how many others there are"
+    return Apart(None, f"{what}, with {threads} threads: set MKL_CBWR=AUTO,STRICT or OMP_NUM_THREADS=1")
 
 
 def _alike(weight: Tensor, rows: int) -> bool:

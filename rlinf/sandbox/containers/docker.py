@@ -349,7 +349,8 @@ class Docker(Containers):
         tag = f"{os.getpid()}-{uuid.uuid4().hex[:8]}"
         params = {"container": name, "repo": "rlinf-snapshot", "tag": tag}
         changes = f"LABEL {reaper.LABEL}={self._owner}\nWORKDIR {workdir}"
-        await self.call("POST", "/commit", params={**params, "changes": changes})
+        # a body, though it says nothing: the daemon refuses what has another type than JSON
+        await self.call("POST", "/commit", params={**params, "changes": changes}, json={})
         self._snapshots.append(f"rlinf-snapshot:{tag}")
         return self._snapshots[-1]
 

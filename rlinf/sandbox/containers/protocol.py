@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import io
 import logging
 import shutil
@@ -260,7 +261,7 @@ def unpack(tar_file: IO[bytes], target: str | Path, *, links: bool = False) -> N
         links: take links that lead anywhere, of somebody who is trusted.
 
     Raises:
-        ContainersError: it is no tar file, or an entry leads out of the directory or is no file, directory or link.
+        ContainersError: it is no tar file, or an entry leads out of the directory.
     """
     if not hasattr(tarfile, "data_filter"):
         raise ContainersError("files of a container are unpacked by Python 3.11.4 or newer: older ones do it unsafely")
@@ -269,7 +270,7 @@ def unpack(tar_file: IO[bytes], target: str | Path, *, links: bool = False) -> N
     with tempfile.TemporaryDirectory(prefix=".download-", dir=target.parent) as scratch:
         try:
             with tarfile.open(fileobj=tar_file, mode="r|*") as tar:
-                tar.extractall(scratch, filter="tar" if links else "data")
+                tar.extractall(scratch, filter=functools.partial(_unpacked, links))
             root = next(Path(scratch).iterdir())
         except (tarfile.TarError, StopIteration) as error:
             raise ContainersError(f"what a container sent for {target} was not unpacked: {error}") from error
@@ -277,6 +278,13 @@ def unpack(tar_file: IO[bytes], target: str | Path, *, links: bool = False) -> N
             shutil.copytree(root, target, symlinks=True, dirs_exist_ok=True)
         else:
             shutil.copy2(root, target / root.name if target.is_dir() else target, follow_symlinks=False)
+
+
+def _unpacked(links: bool, entry: tarfile.TarInfo, path: str) -> tarfile.TarInfo | None:
+    """An entry as it is unpacked; pipes and devices, which some daemons send, are left out."""
+    if not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()):
+        return None
+    return tarfile.tar_filter(entry, path) if links else tarfile.data_filter(entry, path)
 
 
 def _of_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:

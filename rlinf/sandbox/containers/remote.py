@@ -2,7 +2,8 @@
 
 In: `start`, and requests to a container; at the server HTTP requests with a token. Out: results. Who wakes whom: a
 request waits for its answer, and hanging up cancels it. A session is a WebSocket that stays open for as long as its
-client lives: when it closes, in any way, the server ends the session's containers. docs/containers.md has the wire.
+client lives: when it closes, in any way, the server ends the session's containers. A connection of a container that is
+carried on to its client is told of by one WebSocket, and has another one of its own.
 
     RLINF_CONTAINERS_TOKEN=… python -m rlinf.sandbox.containers.remote --host 0.0.0.0 --port 8460
 """
@@ -14,6 +15,7 @@ import asyncio
 import base64
 import contextlib
 import hmac
+import itertools
 import os
 import sys
 import tempfile
@@ -26,7 +28,7 @@ from typing import IO, Any
 import aiohttp
 from aiohttp import web
 
-from rlinf.runtime.base.tasks import OwnDirectory
+from rlinf.runtime.base.tasks import OwnDirectory, cancel_all
 from rlinf.sandbox.containers.protocol import (
     LIMITS,
     Container,
@@ -36,6 +38,7 @@ from rlinf.sandbox.containers.protocol import (
     pack,
     unpack,
 )
+from rlinf.sandbox.inside.forwarder import Ends
 from rlinf.sandbox.limits import Limits, Result
 
 _URL, _TOKEN = "RLINF_CONTAINERS_URL", "RLINF_CONTAINERS_TOKEN"
@@ -52,6 +55,8 @@ _SLACK = 60.0
 _STATUS = {FileNotFoundError: 404, ContainerEnded: 410, ContainersError: 400}
 _LARGEST = 64 << 20
 """Bytes of a request that is no upload."""
+_PART = 1 << 16
+"""Bytes of a connection that are carried at a time."""
 
 
 class RemoteContainer:
@@ -96,8 +101,8 @@ class RemoteContainer:
             await asyncio.to_thread(unpack, file, target)
 
     async def forward(self, host: str, port: int) -> int:
-        """See `Container.forward`; there is no way from another machine."""
-        raise ContainersError(f"container {self.name} is another machine's, and nothing here is connected to it")
+        """See `Container.forward`. The server tells of each connection, which one to the address is then joined to."""
+        return await self._owner.forward(self.name, host, port)
 
     async def snapshot(self) -> str:
         """See `Container.snapshot`."""
@@ -105,6 +110,7 @@ class RemoteContainer:
 
     async def end(self) -> None:
         """See `Container.end`."""
+        await self._owner.forwarded_no_more(self.name)
         if not self._over and self._owner.connected:
             self._over = True
             with contextlib.suppress(ContainerEnded):
@@ -133,6 +139,7 @@ class Remote(Containers):
         self._listening: asyncio.Task[object] | None = None
         self._starting = asyncio.Lock()
         self._headers: dict[str, str] = {}
+        self._forwarding: dict[str, list[asyncio.Task[None]]] = {}
 
     @property
     def connected(self) -> bool:
@@ -171,6 +178,8 @@ class Remote(Containers):
             return
         assert self._socket is not None
         assert self._listening is not None
+        for name in [*self._forwarding]:
+            await self.forwarded_no_more(name)
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
         await self._socket.close()
@@ -197,6 +206,41 @@ class Remote(Containers):
                     into.write(part)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise ContainerEnded(f"the containers' server {self._url} does not answer: {error!r}") from error
+
+    async def forward(self, name: str, host: str, port: int) -> int:
+        """Carry connections of a container on to an address of this machine; returns the container's port."""
+        way = await self.call("POST", f"/containers/{name}/forward")
+        try:
+            line = await self._line(f"/ways/{way['name']}")
+        except aiohttp.ClientError as error:
+            raise ContainerEnded(f"container {name} has ended, or its server {self._url}: {error!r}") from error
+        task = asyncio.create_task(self._accept(line, way["name"], host, port), name="forwarding of a container")
+        self._forwarding.setdefault(name, []).append(task)
+        return int(way["port"])
+
+    async def forwarded_no_more(self, name: str) -> None:
+        """End the connections of a container."""
+        tasks = self._forwarding.pop(name, [])
+        await cancel_all(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.result()  # raises what ended it
+
+    async def _accept(self, line: aiohttp.ClientWebSocketResponse, way: str, host: str, port: int) -> None:
+        async with line, asyncio.TaskGroup() as carrying:
+            async for message in line:
+                if message.type is not aiohttp.WSMsgType.TEXT:
+                    break  # its machine is gone
+                carrying.create_task(self._carry(f"/ways/{way}/{int(message.data)}", host, port))
+
+    async def _carry(self, path: str, host: str, port: int) -> None:
+        with contextlib.suppress(OSError, aiohttp.ClientError):  # who connected sees that it is over
+            async with await self._line(path) as line:
+                await _across(line, await asyncio.open_connection(host, port))
+
+    async def _line(self, path: str) -> aiohttp.ClientWebSocketResponse:
+        assert self._http is not None
+        return await self._http.ws_connect(self._url + path, headers=self._headers, heartbeat=_HEARTBEAT)
 
     async def _open(self) -> None:
         async with self._starting:
@@ -231,6 +275,75 @@ async def _error(reply: aiohttp.ClientResponse) -> dict[str, str]:
     return {"error": "", "text": f"{reply.method} {reply.url}: {reply.status} {reply.reason}"}
 
 
+async def _across(line: aiohttp.ClientWebSocketResponse | web.WebSocketResponse, near: Ends) -> None:
+    """Carry bytes both ways between a WebSocket and an end of a connection until both have said all, which an empty
+    text says there; or until one is gone, which the other one then sees."""
+    reader, writer = near
+
+    async def outward() -> None:
+        while part := await reader.read(_PART):
+            await line.send_bytes(part)
+        await line.send_str("")
+
+    async def inward() -> None:
+        async for message in line:
+            if message.type is not aiohttp.WSMsgType.BINARY:
+                writer.write_eof()
+                return
+            writer.write(message.data)
+            await writer.drain()
+        raise ConnectionResetError("the other machine hung up")
+
+    both = [asyncio.create_task(outward()), asyncio.create_task(inward())]
+    try:
+        await asyncio.gather(*both)
+    except BaseException as error:
+        writer.transport.abort()
+        await cancel_all(both)
+        if not isinstance(error, (OSError, aiohttp.ClientError)):
+            raise
+    else:
+        writer.close()  # when what was written is sent
+
+
+class _Way:
+    """Connections of a container that wait for its client.
+
+    Args:
+        box: the container.
+    """
+
+    def __init__(self, box: Container) -> None:
+        self.box = box
+        self.told: asyncio.Queue[int | None] = asyncio.Queue()
+        """Numbers of connections as they come; None: there will be no more."""
+        self.connections: dict[int, Ends] = {}
+        """Those that nobody has taken yet."""
+        self._numbers = itertools.count()
+
+    async def open(self) -> int:
+        """Listen on this machine, and in the container; returns its port there."""
+        self._listening = await asyncio.start_server(self._connected, "127.0.0.1", 0)
+        try:
+            return await self.box.forward(*self._listening.sockets[0].getsockname()[:2])
+        except BaseException:
+            self.close()
+            raise
+
+    async def _connected(self, *near: Any) -> None:
+        number = next(self._numbers)
+        self.connections[number] = near
+        self.told.put_nowait(number)
+
+    def close(self) -> None:
+        """End what waits, and take no more; what is carried ends with the container."""
+        self._listening.close()
+        self.told.put_nowait(None)
+        for _, writer in self.connections.values():
+            writer.transport.abort()
+        self.connections.clear()
+
+
 class Server:
     """Sessions with their containers.
 
@@ -243,6 +356,7 @@ class Server:
     def __init__(self, containers: Containers, token: str, most: int):
         self._containers, self._token, self._most = containers, token, most
         self._sessions: dict[str, dict[str, Container]] = {}
+        self._ways: dict[str, _Way] = {}
         self._count = 0
         self._endings: set[asyncio.Task[None]] = set()
 
@@ -257,6 +371,9 @@ class Server:
                 web.put("/containers/{name}/files", self._upload),
                 web.get("/containers/{name}/files", self._download),
                 web.post("/containers/{name}/snapshot", self._snapshot),
+                web.post("/containers/{name}/forward", self._forward),
+                web.get("/ways/{way}", self._tell),
+                web.get("/ways/{way}/{number}", self._join),
                 web.delete("/containers/{name}", self._end),
             ]
         )
@@ -348,6 +465,48 @@ class Server:
     async def _snapshot(self, request: web.Request) -> web.Response:
         return web.json_response({"image": await self._box(request).snapshot()})
 
+    async def _forward(self, request: web.Request) -> web.Response:
+        way, name = _Way(self._box(request)), uuid.uuid4().hex
+        port = await way.open()
+        self._ways[name] = way
+        return web.json_response({"name": name, "port": port})
+
+    async def _tell(self, request: web.Request) -> web.StreamResponse:
+        """Tell the client of a container's connections as they come, until it hangs up or the container has ended."""
+        way, line = self._way(request), web.WebSocketResponse(heartbeat=_HEARTBEAT)
+        await line.prepare(request)
+
+        async def tell() -> None:
+            while (number := await way.told.get()) is not None:
+                await line.send_str(str(number))
+            await line.close()
+
+        telling = asyncio.create_task(tell())
+        try:
+            async for _ in line:
+                pass
+        finally:
+            await cancel_all([telling])
+        return line
+
+    async def _join(self, request: web.Request) -> web.StreamResponse:
+        """Carry a connection of a container to its client."""
+        near, line = self._way(request).connections.pop(int(request.match_info["number"])), web.WebSocketResponse()
+        try:
+            await line.prepare(request)
+            await _across(line, near)
+            await line.close()
+        except BaseException:
+            near[1].transport.abort()
+            raise
+        return line
+
+    def _way(self, request: web.Request) -> _Way:
+        way = self._ways.get(request.match_info["way"])
+        if way is None or way.box.name not in self._boxes(request):
+            raise ContainerEnded("the container has ended")
+        return way
+
     async def _end(self, request: web.Request) -> web.Response:
         box = self._box(request)
         del self._boxes(request)[box.name]
@@ -356,6 +515,11 @@ class Server:
 
     async def _ended(self, boxes: list[Container]) -> None:
         """End containers, even where who asked for it hangs up meanwhile."""
+
+        for name, way in [*self._ways.items()]:
+            if way.box in boxes:
+                way.close()
+                del self._ways[name]
 
         async def end() -> None:
             try:
@@ -398,7 +562,7 @@ def main() -> None:
     if wishes.docker:
         from rlinf.sandbox.containers.docker import Docker
 
-        containers = Docker()
+        containers = Docker(forwards=True)
     else:
         from rlinf.sandbox.containers.namespaces import Namespaces
 

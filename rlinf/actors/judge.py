@@ -70,10 +70,12 @@ class FailureStreak:
         self._failed.append(verdict)
         count = len(self._failed)
         if count >= _HOPELESS or verdict.hopeless:
-            first = self._failed[0] if not verdict.hopeless else verdict
             text = f"{self._name} cannot score anything: "
-            text += f"{count} answers in a row failed, the first with " if not verdict.hopeless else ""
-            raise RewardError(f"{text}{first.remark}" + (f"\n\n{first.trace}" if first.trace else ""))
+            if verdict.hopeless:  # something is not installed, which no trace makes plainer
+                raise RewardError(f"{text}{verdict.remark}")
+            first = self._failed[0]
+            text += f"{count} answers in a row failed, the first with {first.remark}"
+            raise RewardError(f"{text}\n\n{first.trace}" if first.trace else text)
 
 
 class _Scoring:

@@ -98,7 +98,7 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
 
 
 def _check_rewards(config: RunConfig, data: Data) -> None:
-    """See that the reward of each benchmark is given what it takes.
+    """See that the reward of each benchmark is given what it takes, and can work here.
 
     Raises:
         ConfigError: one is not.
@@ -108,6 +108,7 @@ def _check_rewards(config: RunConfig, data: Data) -> None:
         with naming(f"evaluation.named.{name}.reward", benchmark.reward):
             reward = Reward.of(benchmark.reward, benchmark.args, make=False)
             reward.check((*OFFERED, "answer", "prompt", *columns))
+            reward.ready()
 
 
 def _checked_agent(config: RunConfig, data: Data) -> Agent | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from rlinf.rewards.base import Score
@@ -28,6 +29,18 @@ def math(response: str, answer: str) -> Score:
     parsed = _parsed(response)
     right = verify(_truth(answer), parsed, timeout_seconds=None)  # as for parsing_timeout below
     return Score(1.0 if right else 0.0, extracted=str(parsed[0]) if parsed else None)
+
+
+def _ready(**_: Any) -> None:
+    """See before a run begins that answers can be compared.
+
+    Raises:
+        ImportError: math-verify is not installed.
+    """
+    import_module("math_verify")
+
+
+math.__ready__ = _ready  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)  # a prompt's samples come together, and all ask for the same one

@@ -170,8 +170,9 @@ async def test_a_module_that_is_not_installed_ends_the_job_at_once(system):
         import no_such_module  # noqa: F401
 
     judge = await judge_of(system, needy, isolate="never")
-    with pytest.raises(RewardError, match=r"module named 'no_such_module'"):
+    with pytest.raises(RewardError, match=r"module named 'no_such_module'") as error:
         await judge.score(answered("12"))
+    assert "\n" not in str(error.value)
 
 
 async def test_a_function_that_cannot_be_sent_is_refused_with_advice(system):

@@ -323,14 +323,19 @@ def remarks_on(batch: Batch[Any]) -> str:
 def _problems_of(
     name: str, benchmark: Benchmark, tokenizer: PreTrainedTokenizerBase, pictures: Pictures | None
 ) -> tuple[list[Prompt], tuple[str, ...]]:
-    """The problems of a benchmark, all of them, and lines about them."""
+    """The problems of a benchmark, all of them, and lines about them.
+
+    Raises:
+        DataError: they cannot be had, or not be used; the text has the benchmark's keys.
+    """
+    key = f"evaluation.named.{name}"
     try:
         form = FORMS.get(benchmark.form)
         rows = form(benchmark.data, benchmark.split) if form else open_rows(benchmark.data, split=benchmark.split)
     except DataError as error:
-        raise DataError(f"evaluation.named.{name}={{data: FILE}}: {str(error).removeprefix('data: ')}") from error
+        raise DataError(f"{key}={{data: FILE}}: {str(error).removeprefix('data: ')}") from error
     if isinstance(rows, Iterated):
-        raise DataError(f"evaluation.named.{name}: {rows.name} comes row by row; give a file or a hub name")
+        raise DataError(f"{key}: {rows.name} comes row by row; give a file or a hub name")
     how = PromptOptions(
         columns=benchmark.columns,
         template=benchmark.template,
@@ -338,16 +343,19 @@ def _problems_of(
         system=benchmark.system,
         unusable="error",  # what is left out would change what is compared with the figures of others
     )
-    maker, note = _checked(rows, partial(_prompt_maker, tokenizer, how, pictures, Room()))
-    batch = maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
+    try:
+        maker, note = _checked(rows, partial(_prompt_maker, tokenizer, how, pictures, Room()))
+        batch = maker.make([Drawn.of(rows, index, index) for index in range(len(rows))])
+    except DataError as error:
+        raise type(error)(f"{key}: {str(error).replace(' data.', f' {key}.')}") from error
     notes = [f"{name}: {note}"]
     if benchmark.problems not in (None, len(rows)):
         notes.append(
-            f"warning: evaluation.named.{name} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
+            f"warning: {key} has {len(rows):,} problems here, and {benchmark.problems:,} as it is "
             "published: figures of others cannot be compared with these"
         )
     if batch.unknown:
-        notes.append(f"warning: evaluation.named.{name}: {len(rows):,} problems{remarks_on(batch)}")
+        notes.append(f"warning: {key}: {len(rows):,} problems{remarks_on(batch)}")
     return [replace(prompt, row={**prompt.row, SCORED_BY: name}) for prompt in batch.prompts], tuple(notes)
 
 

@@ -508,7 +508,7 @@ class Columns:
             else:
                 guesses = [*([inherited[ours]] if inherited and ours in inherited else []), *_GUESSES[ours]]
                 matches[ours] = next((_kept(guess) for guess in guesses if not _missing(guess, rows)), None)
-        if template is None and matches["prompt"] is None:
+        if matches["prompt"] is None and (template is None or "prompt" in fields(template)):
             raise DataError(
                 f"{where} has no column for the prompt; there are {names}. Name it in data.columns, such as "
                 "{prompt: question}, or make the prompt from columns by data.template"

@@ -33,7 +33,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from rlinf.rewards.base import Score, trusted, uncounted
+from rlinf.rewards.base import Score, after_thought, trusted, uncounted
 from rlinf.rewards.code import far_side, peer, runner, values
 from rlinf.sandbox.limits import Channel, ChannelError, Limits, Program
 from rlinf.sandbox.sandbox import Sandbox, isolation, shared
@@ -483,7 +483,7 @@ def extracted(response: str) -> str | None:
     be its output.
     What a model thinks aloud, up to `</think>`, is left out.
     """
-    rest = response.rpartition("</think>")[2]
+    rest = after_thought(response)
     blocks = [(language.lower(), text) for language, text in _FENCED.findall(rest)]
     named = [text for language, text in blocks if language in _PYTHON]
     plain = [text for language, text in blocks if not language]

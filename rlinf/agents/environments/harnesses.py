@@ -13,17 +13,16 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-from rlinf.agents.environments import last_words, reason
+from rlinf.agents.environments import reason
+from rlinf.agents.environments.worker import Worker
 from rlinf.agents.tools.python import result_text
 from rlinf.agents.tools.tool import conversation
-from rlinf.config.load import RunFailure
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import OwnDirectory
-from rlinf.runtime.processes.supervisor import Child, ChildDied, Process
+from rlinf.runtime.processes.supervisor import Process
 
 _WORKER = ("-P", __file__.replace("harnesses.py", "mini_swe_worker.py"))
 _VARIABLES = {
@@ -34,8 +33,6 @@ _VARIABLES = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
 }
 """Variables of its processes: our path is not theirs, a policy of ours has no price, and nothing is fetched."""
-_LONGEST = 1 << 26
-"""Bytes of a line from mini-swe-agent."""
 _INSIDE = '"$@" > /tmp/.harness 2>&1; status=$?; tail -c 4096 /tmp/.harness; exit $status'
 """A line of sh around a program in a container: what it prints counts as what it writes, and its end comes out."""
 _AS_LONG_AS_IT_TAKES = 1e6
@@ -119,25 +116,13 @@ class MiniSwe:
         self._python, self._config, self._settings = python, config, json.dumps(settings or {})
 
     async def __aenter__(self) -> MiniSwe:
-        self._room = OwnDirectory("swe")
-        self._socket = str(self._room.path / "episodes")
-        command = [self._python, *_WORKER, self._config, self._settings, self._socket]
-        how: dict[str, Any] = {"health": self._listens, "env": _VARIABLES, "start_deadline": self._starting}
-        self._child = Child(command, name="mini-swe-agent", **how)
-        try:
-            await self._child.start()
-        except ChildDied as died:
-            raise RunFailure(f"mini-swe-agent: it could not be started: {last_words(self._child)}") from died
+        command = [self._python, *_WORKER, self._config, self._settings]
+        self._worker = Worker("mini-swe-agent", command, self._starting, env=_VARIABLES, forks=True)
+        await self._worker.__aenter__()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self._child.stop()
-        self._room.remove()
-
-    async def _listens(self, child: Child) -> bool:
-        _, writer = await asyncio.open_unix_connection(self._socket)
-        writer.close()
-        return True
+        await self._worker.__aexit__(*error)
 
     async def __call__(self, instruction: str, box: Any, llm: Any) -> dict[str, float]:
         """Work on a task.
@@ -146,23 +131,12 @@ class MiniSwe:
             RuntimeError: the agent ended before the model had answered, or its process died.
             RunFailure: it died again and again.
         """
-        try:
-            await self._child.ready()
-        except ChildDied as died:
-            raise RunFailure(f"mini-swe-agent: it died too often: {last_words(self._child)}") from died
-        reader, writer = await asyncio.open_unix_connection(self._socket, limit=_LONGEST)
-        try:
-            _write(writer, task=instruction, url=llm.base_url, key=llm.api_key)
+        async with self._worker.episode(task=instruction, url=llm.base_url, key=llm.api_key) as episode:
             commands = 0
-            async for line in reader:
-                message = json.loads(line)
-                if "ended" in message:
-                    return _ended(llm, "mini-swe-agent", message.get("error"), commands=float(commands))
+            while "ended" not in (message := await episode.read()):
                 commands += 1
-                _write(writer, **await _executed(box, message))
-        finally:
-            writer.transport.abort()
-        raise RuntimeError(f"mini-swe-agent: its process died: {last_words(self._child)}")
+                episode.write(**await _executed(box, message))
+        return _ended(llm, "mini-swe-agent", message.get("error"), commands=float(commands))
 
 
 async def _executed(box: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -281,8 +255,3 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         text = text.replace(f"{{{name}}}", value)
     return text
-
-
-def _write(writer: asyncio.StreamWriter, **message: Any) -> None:
-    with suppress(ConnectionError):
-        writer.write(json.dumps(message).encode() + b"\n")

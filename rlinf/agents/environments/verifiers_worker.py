@@ -1,8 +1,8 @@
 """A process that plays the environments of verifiers, in an environment of its own: it imports nothing of rlinf.
 
-In: as arguments, the environment's configuration as JSON, and the path of a socket; there, a line of JSON for each
-episode, with its task and the endpoint of its model. Out: a line for each with its rewards, metrics and errors, as they
-end. Without a socket, the tasks are printed.
+In: as arguments, the environment's configuration as JSON, and the path of a socket; there, a connection for each
+episode, with a line of JSON that names its task and the endpoint of its model. Out: a line with its rewards, metrics
+and errors. Hanging up cancels it. Without a socket, the tasks are printed, a line for each as it is made.
 
 An agent for which no harness is named speaks to its model from inside this process (`chat`): the harness `null` of
 verifiers says the same from a process that it starts for each turn.
@@ -34,6 +34,9 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)  # type
 
 _LONGEST = 2000
 """Characters of an error that are told."""
+_WAITING = 4096
+"""Connections that wait while tasks are made, at most; as many as Linux holds by default."""
+_NUMBERS = itertools.count()
 CHAT = "rlinf_chat"
 """Name under which verifiers finds the harness below."""
 
@@ -90,7 +93,7 @@ async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dic
     Where there may be several, each is named to the endpoint by its trace's id, which the client sends as X-Session-ID.
     """
     several, url = not isinstance(environment, SingleAgentEnv), episode["url"]
-    variable = f"RLINF_KEY_{episode['episode']}"  # verifiers takes a key from the process's variables alone
+    variable = f"RLINF_KEY_{next(_NUMBERS)}"  # verifiers takes a key from the process's variables alone
     os.environ[variable] = episode["key"]
     client = vf.EvalClientConfig(
         base_url=url.replace(f"/s/{episode['key']}/", "/") if several else url, api_key_var=variable
@@ -120,43 +123,37 @@ async def played(environment: vf.Env, task: Any, episode: dict[str, Any]) -> dic
 
 
 class Server:
-    """Plays episodes until nobody is connected any more.
+    """Plays an episode for each connection.
 
     Args:
         environment: what is played.
-        tasks: its tasks.
     """
 
-    def __init__(self, environment: vf.Env, tasks: list[Any]) -> None:
-        self._environment, self._tasks = environment, tasks
-        self._running: dict[int, asyncio.Task[None]] = {}
-        self.left = asyncio.Event()
+    def __init__(self, environment: vf.Env) -> None:
+        self._environment = environment
+        self.tasks: list[Any] = []
+        """Its tasks."""
 
     async def connected(self, lines: asyncio.StreamReader, out: asyncio.StreamWriter) -> None:
-        """Begin and cancel episodes as they are asked for."""
-        while line := await lines.readline():
-            episode = json.loads(line)
-            if "cancel" not in episode:
-                number = episode["episode"]
-                self._running[number] = asyncio.create_task(self._play(episode, out))
-                self._running[number].add_done_callback(functools.partial(self._end, number))
-            elif episode["cancel"] in self._running:
-                self._running[episode["cancel"]].cancel()
-        unfinished = list(self._running.values())
-        for task in unfinished:
-            task.cancel()
-        await asyncio.gather(*unfinished, return_exceptions=True)
-        self.left.set()
+        """Play an episode to its end, or until nobody waits for it any more."""
+        if line := await lines.readline():
+            playing = asyncio.create_task(self._play(json.loads(line)))
+            hanging_up = asyncio.create_task(lines.read())
+            await asyncio.wait([playing, hanging_up], return_when=asyncio.FIRST_COMPLETED)
+            for one in (playing, hanging_up):
+                one.cancel()
+            result, _ = await asyncio.gather(playing, hanging_up, return_exceptions=True)
+            if isinstance(result, dict):
+                out.write(json.dumps(result).encode() + b"\n")
+        out.close()
 
-    async def _play(self, episode: dict[str, Any], out: asyncio.StreamWriter) -> None:
+    async def _play(self, episode: dict[str, Any]) -> dict[str, Any]:
+        if not episode:  # whoever asks for none waits until the tasks are made
+            return {}
         try:
-            result = await played(self._environment, self._tasks[episode["task"]], episode)
+            return await played(self._environment, self.tasks[episode["task"]], episode)
         except Exception as error:  # whatever somebody's environment raises is this episode's outcome
-            result = {"errors": [f"{type(error).__name__}: {error}"[:_LONGEST]]}
-        out.write(json.dumps({"episode": episode["episode"], **result}).encode() + b"\n")
-
-    def _end(self, number: int, _: asyncio.Task[None]) -> None:
-        del self._running[number]
+            return {"errors": [f"{type(error).__name__}: {error}"[:_LONGEST]]}
 
 
 def row_of(data: Any, columns: list[str]) -> dict[str, Any]:
@@ -174,15 +171,18 @@ async def main(request: str, path: str | None = None) -> None:
     )
     wanted = json.loads(request)
     environment = made_environment(wanted["environment"])
-    tasks = list(itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"]))
+    tasks = itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"])
     if path is None:
-        out.write(json.dumps({"tasks": [row_of(task.data, wanted["columns"]) for task in tasks]}))
+        for task in tasks:
+            print(json.dumps(row_of(task.data, wanted["columns"])), file=out, flush=True)
         return
     with contextlib.suppress(FileNotFoundError):
         os.unlink(path)  # of a process that died
-    server = Server(environment, tasks)
-    async with environment.serving(), await asyncio.start_unix_server(server.connected, path, limit=1 << 26):
-        await server.left.wait()
+    server = Server(environment)
+    listening = await asyncio.start_unix_server(server.connected, path, limit=1 << 26, backlog=_WAITING)
+    async with environment.serving(), listening:
+        server.tasks = list(tasks)  # who connects meanwhile waits
+        await listening.serve_forever()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import textarena
 
 from rlinf import ActorSystem
 from rlinf.agents.agent import LastingAgent, lasts, opened, samples_of, worked_on
-from rlinf.agents.environments import openenv, verifiers
+from rlinf.agents.environments import openenv, verifiers, worker
 from rlinf.agents.environments.openenv import OpenEnv
 from rlinf.agents.environments.reasoning_gym import ReasoningGym
 from rlinf.agents.environments.textarena import TextArena
@@ -77,7 +77,7 @@ def _ended_badly(rewards, tally, cause):
 )
 async def test_of_verifiers(what, cause, monkeypatch):
     monkeypatch.setattr(verifiers, "_WORKER", ("-P", str(HERE / "stand_in_verifiers.py")))
-    monkeypatch.setattr(verifiers, "_LONGEST", 100_000)
+    monkeypatch.setattr(worker, "_LONGEST", 100_000)
     made = Verifiers("all", python=sys.executable)
     rows = {row["name"]: row for row in made.tasks()}
     timeout = 2.0 if what == "silence" else 30.0

@@ -88,7 +88,7 @@ async def test_a_process_that_dies_again_and_again_ends_the_run():
 async def test_its_process_ends_with_the_run():
     made = environment()
     async with made:
-        process = made._child.pid
+        process = made._worker.pid
         os.kill(process, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(process, 0)
@@ -113,9 +113,9 @@ def test_a_taskset_without_tasks_is_an_error_that_says_why(taskset, cause):
         environment(taskset).tasks()
 
 
-def test_tasks_that_are_long_in_the_making_are_an_error_that_says_how_to_ask_for_fewer():
-    with pytest.raises(UserError, match=r"agent\.args\.size.*agent\.args\.starting"):
-        environment(size=20, starting=1e-9).tasks()
+def test_a_task_that_is_long_in_the_making_is_an_error_that_says_how_many_there_were_and_what_to_do():
+    with pytest.raises(UserError, match=r"0 of 23 tasks.*agent\.args\.starting.*agent\.args\.size"):
+        environment(size=20, held_out=3, starting=1e-9).tasks()
 
 
 def test_an_interpreter_that_is_none_is_named():
@@ -157,7 +157,7 @@ async def test_the_real_verifiers_plays_a_taskset_against_an_endpoint(monkeypatc
     try:
         async with made:
             score = await made(SimpleNamespace(row=made.tasks()[7]), llm)
-            process = psutil.Process(made._child.pid)
+            process = psutil.Process(made._worker.pid)
             family = [process, *process.children(recursive=True)]
     finally:
         await runner.cleanup()

@@ -226,7 +226,7 @@ async def test_what_goes_wrong_over_a_group_is_the_outcome_of_its_answers_and_of
 
 
 async def test_a_group_over_which_a_reward_hangs_is_killed_at_its_deadline(system):
-    judge = await judge_of(system, ranked, isolate="always", workers=1, timeout=0.5)
+    judge = await judge_of(system, ranked, isolate="always", workers=1, timeout=3.0)
     hung, fine = await asyncio.gather(judge.score(answered("hang", "1")), judge.score(answered("12", "1")))
     assert [sample.outcome for sample in hung.samples] == ["timeout", "timeout"]
     assert fine.rewards == [1, 0]

@@ -25,7 +25,7 @@ def sample(number=0, turns=False):
 
 def batch_of(feedback, step=0):
     async def taken():
-        return await asyncio.wait_for(feedback.batch(step), 5)
+        return await asyncio.wait_for(feedback.batch(step), 60)
 
     return asyncio.run(taken())
 

@@ -97,6 +97,6 @@ def test_the_processor_time_of_a_turn_is_that_of_all_its_processes():
     alone = processor_seconds(os.getpid())
     with subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{burn}"; :'], stdin=-1, stdout=-1) as shell:
         shell.stdout.readline()
-        assert processor_seconds(shell.pid) == pytest.approx(0.3, abs=0.2)  # its child's, as its own is nothing
+        assert processor_seconds(shell.pid) >= 0.28  # its child's, as its own is nothing; in whole ticks of the clock
         assert processor_seconds(os.getpid()) >= alone + 0.2
         shell.stdin.close()

@@ -66,7 +66,7 @@ async def test_a_run_that_is_given_up_while_a_checkpoint_gets_its_name_leaves_it
 
     def slowly(*how):
         loop.call_soon_threadsafe(named.set)
-        go.wait(10)
+        go.wait(60)
         return finish(*how)
 
     monkeypatch.setattr(directory, "finish_checkpoint", slowly)

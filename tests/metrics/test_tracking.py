@@ -6,7 +6,6 @@ import builtins
 import importlib.util
 import json
 import threading
-import time
 
 import pytest
 
@@ -101,11 +100,9 @@ async def test_a_tracker_that_hangs_delays_neither_steps_nor_the_end(using, monk
     go_on = threading.Event()
     trackers, said = using(Sink(hang=go_on))
     monkeypatch.setattr(tracking, "QUEUED", 5)
-    start = time.monotonic()
     for step in range(1000):
         trackers.write(step, {"loss": 1.0})
-    await trackers.close(0.05)
-    assert time.monotonic() - start < 5.0
+    await trackers.close(0.05)  # which ends, though the tracker does not
     assert "left behind" in said[-1]
     go_on.set()
 
@@ -126,13 +123,11 @@ async def test_what_a_hanging_tracker_cannot_take_is_dropped(using, monkeypatch)
 
 async def test_after_a_failure_the_end_waits_only_a_moment(using, monkeypatch):
     monkeypatch.setattr(tracking, "HASTY_SECONDS", 0.05)
-    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 60.0)
+    monkeypatch.setattr(tracking, "FLUSH_SECONDS", 1e6)
     go_on = threading.Event()
     trackers, _ = using(Sink(hang=go_on))
-    start = time.monotonic()
     with pytest.raises(KeyError, match="first cause"):
         await _fail(trackers)
-    assert time.monotonic() - start < 5.0
     go_on.set()
 
 

@@ -337,11 +337,11 @@ def test_cheats_have_no_reward(loop, cheat, form):
 
 
 def test_a_share_counts_what_passes_around_a_test_that_hangs(loop):
-    hangs = "def add(a, b):\n    while a == 2: pass\n    return a + b"
+    hangs = "import time\ndef add(a, b):\n    if a == 2: time.sleep(1e6)\n    return a + b"
     pieces = ["assert add(1, 1) == 2", "assert add(2, 1) == 3", "assert add(3, 1) == 4", "assert add(4, 1) == 0"]
-    assert scored(loop, hangs, {"test_list": pieces}, award="share", seconds_per_test=0.5).value == 0.5
+    assert scored(loop, hangs, {"test_list": pieces}, award="share", seconds_per_test=3.0).value == 0.5
     cases = json.dumps({"fn_name": "add", "inputs": [[1, 1], [2, 1], [3, 1]], "outputs": [2, 3, 4]})
-    assert scored(loop, hangs, {"input_output": cases}, award="share", seconds_per_test=0.5).value == 2 / 3
+    assert scored(loop, hangs, {"input_output": cases}, award="share", seconds_per_test=3.0).value == 2 / 3
 
 
 def test_rows_without_tests_are_errors_that_say_so(loop):

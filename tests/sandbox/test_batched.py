@@ -45,8 +45,8 @@ def test_hundreds_of_programs_take_a_few_sandboxes_and_each_gets_its_own_results
         ("f = 1 / 0", "ZeroDivisionError"),
         ("import os; os._exit(0)", "ended before"),
         ("raise SystemExit", "SystemExit"),
-        ("while True: pass", "than 0.5 s"),
-        ("import time; f = lambda x: time.sleep(60)", "than 0.5 s"),
+        ("while True: pass", "than 2 s"),
+        ("import time; f = lambda x: time.sleep(60)", "than 2 s"),
         ("f = lambda x: 'a' * 10**10", "MemoryError"),
         ("import os; os.fork()", "Resource temporarily unavailable"),
         ("import threading; threading.Thread(target=print).start()", "RuntimeError"),
@@ -59,7 +59,7 @@ def test_hundreds_of_programs_take_a_few_sandboxes_and_each_gets_its_own_results
     ],
 )
 def test_what_goes_wrong_is_that_programs_alone(program, error):
-    (before, found, after), _ = run(["f = abs", program, "f = str"], seconds=0.5)
+    (before, found, after), _ = run(["f = abs", program, "f = str"], seconds=2.0)
     assert found[0].value is None
     assert error in found[0].error
     assert (before, after) == ([Returned("1")], [Returned("'1'")])
@@ -68,7 +68,7 @@ def test_what_goes_wrong_is_that_programs_alone(program, error):
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGSTOP"])
 def test_a_program_that_ends_its_sandbox_takes_no_other_with_it(signal):
     hostile = f"import os, signal\nos.kill(os.getppid(), signal.{signal})\nf = str"
-    found, sandboxes = run(["f = abs", hostile, "f = abs", "f = abs"], seconds=0.2)
+    found, sandboxes = run(["f = abs", hostile, "f = abs", "f = abs"], seconds=2.0)
     assert [each[0].value for each in found[:1] + found[2:]] == ["1"] * 3
     assert found[1][0].value in (None, "'1'")
     assert 2 <= sandboxes <= 6
@@ -156,7 +156,7 @@ def test_what_cannot_be_removed_is_left_to_no_other():
 def test_a_cancelled_caller_leaves_others_their_results():
     async def ran():
         async with Sandbox() as sandbox:
-            batched = Batched(sandbox, at_once=1, seconds=0.5)
+            batched = Batched(sandbox, at_once=1, seconds=30.0)
             slow = asyncio.create_task(batched.returned("import time; time.sleep(0.3)\nf = abs", ["f(1)"]))
             await asyncio.sleep(0)
             others = [asyncio.create_task(batched.returned("f = abs", ["f(1)"])) for _ in range(5)]

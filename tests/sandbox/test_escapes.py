@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -131,10 +130,8 @@ def test_what_is_outside_cannot_be_reached_from_a_container(loop, outside, tmp_p
 @pytest.mark.parametrize("name", EXCESSIVE)
 def test_what_takes_too_much_is_ended(name, loop, sandbox):
     code, outcomes = EXCESSIVE[name]
-    begin = time.monotonic()
     result = loop.run(sandbox.run_python(code, limits=SHORT if "timeout" in outcomes else LITTLE))
     assert result.outcome in outcomes, result
-    assert time.monotonic() - begin < (8 if "timeout" in outcomes else 30)
     assert len(result.stdout) + len(result.stderr) <= LITTLE.output_bytes
     assert loop.run(sandbox.run_python("print('unharmed')")).stdout == "unharmed\n"
 

@@ -75,7 +75,7 @@ async def test_nothing_is_answered_any_more_when_the_disk_takes_nothing(tmp_path
     for _ in range(2):
         with pytest.raises(OSError, match="m"):
             await journal.synced()
-    await asyncio.wait_for(journal.close(), 5)
+    await asyncio.wait_for(journal.close(), 60)
 
 
 async def test_answers_that_had_a_result_are_not_asked_for_again(tmp_path):

@@ -32,7 +32,7 @@ def address(tmp_path_factory):
     """Where toys are served, by a thread of this process."""
     where, ready = f"unix:{tmp_path_factory.mktemp('socket') / 's'}", threading.Event()
     threading.Thread(target=serve.listen, args=(Reach, "word", where, 64, lambda _: ready.set()), daemon=True).start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     return where
 
 
@@ -106,7 +106,7 @@ def wrong(tmp_path_factory):
     """Where they are served."""
     where, ready = f"unix:{tmp_path_factory.mktemp('wrong') / 's'}", threading.Event()
     threading.Thread(target=serve.listen, args=(Wrong, "", where, 64, lambda _: ready.set()), daemon=True).start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     return where
 
 
@@ -288,7 +288,7 @@ def test_a_robot_that_held_costs_the_episode_and_tells_its_times_with_the_next(t
     monkeypatch.setattr(serve, "Guard", watched)
     where, ready = f"unix:{tmp_path / 's'}", threading.Event()
     threading.Thread(target=serve.listen, args=(Robot, "", where, 1, lambda _: ready.set()), daemon=True).start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     simulator = Remote(1, address=where)
     environment = Environment(simulator, Rules(max_steps=2))
     environment.reset(0)

@@ -136,7 +136,7 @@ def server():
         ready.set()
 
     threading.Thread(target=serve.listen, args=(Arm, "secret", "127.0.0.1:0", 2, say), daemon=True).start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     return told[0]
 
 

@@ -33,7 +33,7 @@ class Terminal:
 
     def text(self) -> str:
         self.out.close()
-        self._thread.join(5)
+        self._thread.join(60)
         os.close(self._ours)
         return self._read.decode()
 

@@ -6,7 +6,6 @@ import io
 import re
 import sys
 import threading
-import time
 
 import pytest
 from hypothesis import given
@@ -186,7 +185,7 @@ def test_a_terminal_that_takes_nothing_holds_up_no_work(at_once, monkeypatch):
             return len(text)
 
     monkeypatch.setattr(progress, "CLOSE_SECONDS", 0.01)
-    shows, began = Progress(out := Stuck(), terminal=True), time.monotonic()
+    shows = Progress(out := Stuck(), terminal=True)
     with report_to(shows):
         with work("outer", 1000, "files") as outer:
             assert out.asked.wait(30)
@@ -194,7 +193,6 @@ def test_a_terminal_that_takes_nothing_holds_up_no_work(at_once, monkeypatch):
                 outer.advance()
                 begin_work("inner").end()
         shows.close()
-    assert time.monotonic() - began < 30
     out.go_on.set()
 
 

@@ -27,12 +27,12 @@ class Victim(Actor):
     @endpoint
     async def compute_long(self):
         print("computing", flush=True)
-        await self.compute(time.sleep, 60)
+        await self.compute(time.sleep, 600)
 
     @endpoint
     async def block(self):
         print("blocking", flush=True)
-        time.sleep(60)
+        time.sleep(600)
 
     @endpoint
     async def fail(self):
@@ -105,7 +105,7 @@ async def close_raises_after_main(system):
 
 
 async def blocked(system):
-    """The loop of host 1 does nothing for a minute."""
+    """The loop of host 1 does nothing for ten minutes."""
     group = await spawn(system)
     await group[1].block()
 
@@ -132,7 +132,7 @@ async def stubborn(system):
     print("ready", flush=True)
     while True:
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         except asyncio.CancelledError:
             print("main stays", flush=True)
 

@@ -25,7 +25,7 @@ class Worker(Actor):
 
     @endpoint(device=True)
     async def work(self):
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.5)  # long enough for the other host to ask for the device meanwhile
 
     @endpoint
     async def score(self, number):

@@ -343,6 +343,6 @@ async def test_a_server_of_containers_asks_for_its_token_bounds_them_and_ends_th
         name = (await process.stdout.readline()).decode().strip()
         assert [box.name for box in provider.boxes] == [name]
         process.kill()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while provider.boxes:
                 await asyncio.sleep(0.01)

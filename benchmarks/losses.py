@@ -103,8 +103,9 @@ def ragged() -> Tensor:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=60, help="2 or more, of which quartiles are shown")
+    if (rounds := parser.parse_args().rounds) < 2:
+        parser.error("--rounds is 2 or more: quartiles are shown")
     keep_memory()
     torch.set_num_threads(1)
     torch.manual_seed(0)

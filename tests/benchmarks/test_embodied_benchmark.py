@@ -1,7 +1,6 @@
 """The plain loop of `benchmarks.embodied` does what our flow does."""
 
 import asyncio
-import os
 import subprocess
 import sys
 
@@ -94,9 +93,7 @@ def test_cleanrls_loop_gets_better_at_cartpole():
 
 def test_the_processor_time_of_a_turn_is_that_of_all_its_processes():
     burn = "import sys, time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\nsys.stdin.read()"
-    alone = processor_seconds(os.getpid())
     with subprocess.Popen(["sh", "-c", f'{sys.executable} -c "{burn}"; :'], stdin=-1, stdout=-1) as shell:
         shell.stdout.readline()
         assert processor_seconds(shell.pid) >= 0.28  # its child's, as its own is nothing; in whole ticks of the clock
-        assert processor_seconds(os.getpid()) >= alone + 0.2
         shell.stdin.close()

@@ -12,7 +12,7 @@ from tests.runtime.programs.jobs import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 RUN = (
-    "--config", QUICKSTART, *TINY, "steps=60", "evaluation.every=0", "checkpoint.every=0",
+    "--config", QUICKSTART, *TINY, "steps=6000", "evaluation.every=0", "checkpoint.every=0",
     "flow=rlinf.flows.grpo_async", "staleness.max=2", "rollout.max_new_tokens=12",
 )  # fmt: skip
 

@@ -163,7 +163,7 @@ async def test_being_cancelled_while_leaving_does_not_stop_the_leaving(system: A
     async def body() -> None:
         async with system.scope():
             for name in ("a", "b"):
-                await system.spawn(Worker, hosts=[1], name=name, log=log, slow=0.03)
+                await system.spawn(Worker, hosts=[1], name=name, log=log, slow=0.3)
             leaving.set()
 
     task = asyncio.ensure_future(body())

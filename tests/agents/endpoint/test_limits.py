@@ -278,9 +278,9 @@ async def test_a_failure_of_the_model_is_told_without_its_insides(caplog):
         assert "10.0.0.7" in caplog.text
 
 
-async def test_too_much_at_once_is_to_come_again(monkeypatch):
+async def test_too_much_at_once_is_to_come_again():
     gate = asyncio.Event()
-    async with stand(gate=gate, limits={"max_concurrent": 1, "requests_per_minute": 4}) as here:
+    async with stand(gate=gate, limits={"max_concurrent": 1, "requests_per_minute": 2}) as here:
         first = asyncio.create_task(post(here, CHAT))
         while not here.model.calls:
             await asyncio.sleep(0)
@@ -288,10 +288,10 @@ async def test_too_much_at_once_is_to_come_again(monkeypatch):
         assert (status, told["error"]["type"], headers["Retry-After"]) == (429, "rate_limit_error", "2")
         gate.set()
         assert (await first)[0] == 200
-        assert [(await post(here, CHAT))[0] for _ in range(4)] == [200, 200, 200, 429]
+        assert [(await post(here, CHAT))[0] for _ in range(2)] == [200, 429]  # for half a minute
         status, told, headers = await post(here, CHAT)
         assert "requests_per_minute" in told["error"]["message"]
-        assert 1 <= int(headers["Retry-After"]) <= 16
+        assert 1 <= int(headers["Retry-After"]) <= 31
         _, url, _ = here.more()
         assert (await post(here, CHAT, url=url))[0] == 200  # another key
 

@@ -275,7 +275,7 @@ async def test_who_is_cancelled_is_forgotten_by_the_server_too(started):
 
 async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_again(monkeypatch):
     class Handler(BaseHTTPRequestHandler):
-        protocol_version, timeout = "HTTP/1.1", 0.2  # then it closes a connection without requests
+        protocol_version = "HTTP/1.1"
 
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
@@ -283,6 +283,7 @@ async def test_a_connection_that_the_server_has_closed_meanwhile_is_not_used_aga
             self.send_header("Content-Length", "2")
             self.end_headers()
             self.wfile.write(b"{}")
+            self.close_connection = True  # though it did not say so
 
     monkeypatch.setattr(http, "_KEPT", 0.1)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -149,7 +149,7 @@ def test_episodes_that_fail_count_as_not_drawn_and_are_told(tmp_path, capsys):
                     await c.user("?").generate()
                 return number % 3
 
-            return await s.train(s.gather([1, 2, 3, 4], episode, n=4, timeout=0.3))
+            return await s.train(s.gather([1, 2, 3, 4], episode, n=4, timeout=5.0))
 
     metrics = run(whole())
     assert (metrics["episodes"], metrics["samples"]) == (16, 8)
@@ -267,19 +267,26 @@ def test_what_the_program_raises_is_raised_as_it_is_and_the_run_is_whole(tmp_pat
 def test_nothing_is_left_running_when_gathering_is_given_up(tmp_path):
     async def whole():
         async with small(tmp_path) as s:
-            ended = []
+            begun, ended, all_begun = [], [], asyncio.Event()
 
             async def episode(task):
+                begun.append(task)
+                if len(begun) == 4:
+                    all_begun.set()
                 try:
                     await asyncio.sleep(3600)
                 finally:
                     ended.append(task)
 
             groups = s.gather([1, 2], episode, n=2)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(anext(groups), 0.2)
+            first = asyncio.ensure_future(anext(groups))
+            await all_begun.wait()
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
             await groups.close()
-            await asyncio.sleep(0.1)
+            while len(ended) < 4:
+                await asyncio.sleep(0)
             assert sorted(ended) == [1, 1, 2, 2]
 
     run(whole())

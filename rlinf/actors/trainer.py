@@ -177,7 +177,7 @@ class Trainer(TextTrainer):
         if settings.join is not None and (not one or settings.own_weights):
             raise UserError(
                 f"trainer.join={settings.join}: replicas join a trainer of one process with trainer.backend=fsdp, "
-                f"trainer.order=prompt or arrival, and without agent.own_weights; this one has {self.world_size} and "
+                f"trainer.order other than free, and without agent.own_weights; this one has {self.world_size} and "
                 f"{settings.backend}, {settings.order}: set placement.trainer to one device, or leave trainer.join out"
             )
 

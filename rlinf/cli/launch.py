@@ -3,7 +3,8 @@
 In: a configuration, and how many machines with how many GPUs. Out: the file that the scheduler's own command takes, in
 which torchrun starts a process per GPU on every machine. Where machines are taken away, the run writes a checkpoint in
 its grace, and goes on from there when the scheduler starts it again (`--resume auto`). With `--join N` the file is that
-of N engines which join this run, one per GPU, wherever and whenever they find room. Nothing is submitted.
+of N engines, or with `--role trainer` replicas of the trainer, which join this run, one per GPU, wherever and whenever
+they find room. Nothing is submitted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, dump
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
+from rlinf.joining.address import FILES
 from rlinf.runs.rules import load_any
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -34,20 +36,23 @@ _AFTER_GRACE = 10
 _SHARED = "/shared"
 """Where pods and SkyPilot's machines have what outlives them."""
 _JOINING = """\
-trap 'told=1; kill -TERM "$engine"' TERM  # it hands on what it has begun
+trap 'told=1; kill -TERM "$joiner"' TERM  # it hands on what it has begun
 while [ -z "$told" ]; do
-    if [ -e "$1/join.json" ]; then rlinf join "$1" --role rollout & else sleep 10 & fi
-    engine=$!
-    [ -z "$told" ] || kill -TERM "$engine"
-    wait "$engine" || [ -n "$told" ] || { sleep 10 & engine=$!; wait "$engine"; }
+    if [ -e "$1/$3" ]; then rlinf join "$1" --role "$2" & else sleep 10 & fi
+    joiner=$!
+    [ -z "$told" ] || kill -TERM "$joiner"
+    wait "$joiner" || [ -n "$told" ] || { sleep 10 & joiner=$!; wait "$joiner"; }
 done
 wait
 """
 """Shell commands that join the run of a directory again and again, as it begins and begins anew, until they are told to
-end. The directory is on a shared file system, which tells nobody of files that other machines write: so it is looked at
-every 10 s, a moment beside the start of a job."""
+end; they are given the directory, the role, and the file that says where that role is joined. The directory is on a
+shared file system, which tells nobody of files that other machines write: so it is looked at every 10 s, a moment
+beside the start of a job."""
+_JOINERS = {"rollout": "joiners", "trainer": "replicas"}
+"""Ends of the names of jobs that join a run, by role."""
 _LEAVING = 60
-"""Seconds in which an engine hands on what it has begun: a fraction of one, and all that a busy machine may take."""
+"""Seconds in which one that joined hands on what it has begun: a fraction of one, and what a busy machine may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +73,16 @@ class Job:
     """All of the configuration, as YAML."""
     directory: str
     """Of the run, where it is started as the configuration says."""
-    joined: bool
-    """Engines may join it."""
+    joined: tuple[str, ...]
+    """Roles that others may join."""
 
-    @property
-    def joiners(self) -> str:
-        """Name of the job of engines that join it."""
-        return f"{self.label}-joiners"
+    def joiners(self, role: str) -> str:
+        """Name of the job of those that join a role."""
+        return f"{self.label}-{_JOINERS[role]}"
+
+    def joining(self, role: str) -> tuple[str, ...]:
+        """Arguments of `_JOINING`, without the directory."""
+        return role, FILES[role]
 
     @property
     def shutdown(self) -> int:
@@ -133,30 +141,29 @@ def slurm(job: Job, options: argparse.Namespace) -> str:
         '    scontrol requeue "$SLURM_JOB_ID"',
         "    exit 0",
         "fi",
-        *([f"scancel --name={job.joiners}  # of `rlinf launch slurm --join`: the run is over"] if job.joined else []),
+        *(f"scancel --name={job.joiners(role)}  # of `launch slurm --join`: the run is over" for role in job.joined),
         'exit "$code"',
     ]
     return "\n".join(lines) + "\n"
 
 
 def slurm_joiners(job: Job, options: argparse.Namespace) -> str:
-    """A batch script for `sbatch`: an array of engines that join the run, each of which may be ended, queued again or
+    """A batch script for `sbatch`: an array of processes that join the run, each of which may be ended, queued again or
     added (`sbatch --array`) by itself.
 
     Args:
         job: what they join.
-        options: of the command; `join` says how many, `directive` are further lines of `#SBATCH`.
+        options: of the command; `join` says how many, `role` as what, `directive` are further lines of `#SBATCH`.
     """
     directives = [
-        f"--job-name={job.joiners}",
+        f"--job-name={job.joiners(options.role)}",
         f"--array=1-{options.join} --ntasks=1",
         *(["--gpus=1"] if job.gpus else []),
         f"--requeue --open-mode=append --signal=TERM@{_LEAVING}",
         *options.directive,
     ]
-    script = shlex.quote(_JOINING)
-    lines = ["#!/bin/bash", *(f"#SBATCH {each}" for each in directives), ""]
-    return "\n".join([*lines, f"exec srun bash -c {script} rlinf {shlex.quote(job.directory)}"]) + "\n"
+    command = shlex.join(("bash", "-c", _JOINING, "rlinf", job.directory, *job.joining(options.role)))
+    return "\n".join(["#!/bin/bash", *(f"#SBATCH {each}" for each in directives), "", f"exec srun {command}"]) + "\n"
 
 
 def kubernetes(job: Job, options: argparse.Namespace) -> str:
@@ -203,8 +210,7 @@ def kubernetes(job: Job, options: argparse.Namespace) -> str:
         "network": {"enableDNSHostnames": True, "subdomain": job.label, "publishNotReadyAddresses": True},
         "replicatedJobs": [{"name": "workers", "replicas": 1, "template": {"spec": workers}}],
     }
-    callers = [belongs, *([_joiners(job)] if job.joined else [])]
-    sources = [{"podSelector": each} for each in callers]
+    sources = [{"podSelector": each} for each in (belongs, *(_joiners(job, role) for role in job.joined))]
     network = {"podSelector": belongs, "policyTypes": ["Ingress"], "ingress": [{"from": sources}]}
     return _documents(
         _object("v1", "ConfigMap", job, data={"config.yaml": job.config}),
@@ -214,16 +220,16 @@ def kubernetes(job: Job, options: argparse.Namespace) -> str:
 
 
 def kubernetes_joiners(job: Job, options: argparse.Namespace) -> str:
-    """A Deployment for `kubectl apply`, of engines that join the run; `kubectl scale` has more of them, or fewer.
+    """A Deployment for `kubectl apply`, of those who join the run; `kubectl scale` has more of them, or fewer.
 
     Args:
         job: what they join.
-        options: of the command; `join` says how many, `image` and `claim` are those of the run.
+        options: of the command; `join` says how many, `role` as what, `image` and `claim` are those of the run.
     """
     container = {
         "name": "rlinf",
         "image": options.image,
-        "command": ["bash", "-c", _JOINING, "rlinf", f"{_SHARED}/runs/{job.name}"],
+        "command": ["bash", "-c", _JOINING, "rlinf", f"{_SHARED}/runs/{job.name}", *job.joining(options.role)],
         **({"resources": {"limits": {"nvidia.com/gpu": 1}}} if job.gpus else {}),
         "volumeMounts": [{"name": "shared", "mountPath": _SHARED}],
     }
@@ -232,15 +238,15 @@ def kubernetes_joiners(job: Job, options: argparse.Namespace) -> str:
         "containers": [container],
         "volumes": [{"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}}],
     }
-    theirs = _joiners(job)
+    theirs = _joiners(job, options.role)
     template = {"metadata": {"labels": theirs["matchLabels"]}, "spec": pod}
     spec = {"replicas": options.join, "selector": theirs, "template": template}
-    return _documents(_object("apps/v1", "Deployment", job, job.joiners, spec=spec))
+    return _documents(_object("apps/v1", "Deployment", job, job.joiners(options.role), spec=spec))
 
 
-def _joiners(job: Job) -> dict[str, dict[str, str]]:
-    """Selects the pods of engines that join a run."""
-    return {"matchLabels": {"rlinf.joins": job.label}}
+def _joiners(job: Job, role: str) -> dict[str, dict[str, str]]:
+    """Selects the pods of those that join a role of a run."""
+    return {"matchLabels": {"rlinf.joins": job.label, "rlinf.role": role}}
 
 
 def _object(version: str, kind: str, job: Job, name: str | None = None, **content: Any) -> dict[str, Any]:
@@ -305,8 +311,8 @@ _KINDS: dict[str, tuple[Callable[[Job, argparse.Namespace], str], str, str]] = {
     "skypilot": (skypilot, "a task, for spot machines of any cloud", "sky jobs launch"),
 }
 """What writes each kind of job file, what that is, and the command that takes it."""
-_JOINERS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners}
-"""What writes the job file of engines that join a run."""
+_JOINING_KINDS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners}
+"""What writes the job file of those who join a run."""
 
 
 def launch(arguments: Sequence[str]) -> None:
@@ -333,11 +339,11 @@ def launch(arguments: Sequence[str]) -> None:
     look_in_working_directory()
     job = _job(options)
     if (count := getattr(options, "join", None)) is not None:
-        if not job.joined:
+        if (role := options.role) not in job.joined:
             raise InputError(
-                f"--join {count}: the run lets nobody join; set rollout.join=auto:29600 for both job files"
+                f"--join {count} --role {role}: the run lets nobody join; set {role}.join=auto:29600 for both job files"
             )
-        write = _JOINERS[kind]
+        write = _JOINING_KINDS[kind]
     text = write(job, options)
     if options.output is None:
         sys.stdout.write(text)
@@ -357,9 +363,11 @@ def _parser(kind: str) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine (8); 0 for none")
     parser.add_argument("--processes", type=int, metavar="N", help="on each machine; as many as it has GPUs, or 1")
     parser.add_argument("--output", metavar="FILE", help="where to write it; stdout if this is not given")
-    if kind in _JOINERS:
-        about = "the job of N engines that join the run, one per GPU, instead of the run's own"
+    if kind in _JOINING_KINDS:
+        about = "the job of N processes that join the run, one per GPU, instead of the run's own"
         parser.add_argument("--join", type=int, metavar="N", help=about)
+        about = "as what they join: rollout, engines that generate (the default); trainer, replicas of it"
+        parser.add_argument("--role", choices=tuple(FILES), default="rollout", help=about)
     if kind == "slurm":
         about = "a further line of #SBATCH, such as --directive=--time=24:00:00; may be given several times"
         parser.add_argument("--directive", action="append", default=[], metavar="TEXT", help=about)
@@ -385,6 +393,6 @@ def _job(options: argparse.Namespace) -> Job:
     config = load_any(path, options.overrides, options.nodes * processes)
     arguments = ("--config", str(path), *options.overrides)
     grace = config.checkpoint.grace
-    joined = isinstance(config, RunConfig) and config.rollout.join is not None
+    joined = [role for role in FILES if isinstance(config, RunConfig) and getattr(config, role).join is not None]
     where = str(Path(config.output_dir, config.name))
-    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config), where, joined)
+    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config), where, (*joined,))

@@ -168,22 +168,27 @@ class TextAlarms(Observer):
 
 
 class PaceObserver(Observer):
-    """Has a run's trainer go the way that `Pacing` says.
+    """Has a run's trainer go the way that `Pacing` says, as long as it shares devices with the rollout.
 
     Args:
         run: whose trainer.
+        placed: tells where the run's roles are now.
     """
 
-    def __init__(self, run: RunState) -> None:
-        self._run, self._pacing = run, Pacing()
+    def __init__(self, run: RunState, placed: Callable[[], Placed]) -> None:
+        self._run, self._placed = run, placed
+        self._measured: Placed | None = None
+        """The placement that the pacing is about: in another one the same steps take other seconds."""
         self._told: tuple[object, bool] | None = None
-        self._off = False
 
     async def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._off:
-            return
-        trainer = self._run.roles["trainer"]
-        sentence = self._pacing.after(metrics["timing/step"], metrics.get("tokens", 0.0))
+        trainer, sentence = self._run.roles["trainer"], None
+        if self._placed() is not self._measured:
+            self._measured, self._pacing = self._placed(), Pacing()
+            seats = self._measured.seats  # where they share no device, nobody can lend any
+            self._off = {*seats["trainer"].devices}.isdisjoint(seats["rollout"].devices)
+        if not self._off:
+            sentence = self._pacing.after(metrics["timing/step"], metrics.get("tokens", 0.0))
         now = (trainer, self._pacing.free)
         if now != (self._told or (trainer, False)):
             able = all(await trainer.let_copies_part(self._pacing.free))
@@ -239,9 +244,10 @@ class TextWorkload(Workload[Evaluation]):
         self._scoring = FailureAlarm()
         self._alarms = self._alarms_of(no_end)
         self.observers: list[Observer] = [self._alarms]
-        seats = plan.placed.seats
-        if config.trainer.order == "auto" and {*seats["trainer"].devices} & {*seats["rollout"].devices}:
-            self.observers.append(PaceObserver(run))  # where they share none, nobody can lend any
+        self.placed = plan.placed
+        """Where its roles are now."""
+        if config.trainer.order == "auto":
+            self.observers.append(PaceObserver(run, lambda: self.placed))
         self._unscored: Sequence[Mapping[str, Any]] = ()
         """Answers without a reward that the step's line tells of."""
 
@@ -283,7 +289,7 @@ class TextWorkload(Workload[Evaluation]):
         return (self._account,)
 
     async def spawn(self, placed: Placed, names: Collection[str] | None = None) -> Roles:
-        report, name = self.run.report, self.config.name
+        report, name, self.placed = self.run.report, self.config.name, placed
         spread = spread_of(self.config, self.plan.model_config, placed, self.plan.roles)
         if spread.words is not None:
             report.line(f"{name}: {spread.words}")

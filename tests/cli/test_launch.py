@@ -145,7 +145,7 @@ def test_joiners_of_kubernetes_are_a_deployment_that_may_speak_to_the_run(capsys
     *_, closed = yaml.safe_load_all(written(capsys, "k8s", *QUICKSTART, *own))
     assert len(closed["spec"]["ingress"][0]["from"]) == 1
     (container,) = joiners["spec"]["template"]["spec"]["containers"]
-    assert container["command"][-1] == "/shared/runs/quickstart"
+    assert container["command"][-3:] == ["/shared/runs/quickstart", "rollout", "join.json"]
 
 
 def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
@@ -157,6 +157,26 @@ def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
     assert "output_dir=/shared/runs --resume auto" in task["run"]
 
 
+def test_replicas_of_the_trainer_are_jobs_of_their_own_beside_the_engines(capsys):
+    both = (*QUICKSTART, *JOINED, "trainer.join=auto:29601")
+    script = written(capsys, "slurm", *both, "--join", "2", "--role", "trainer")
+    assert "--job-name=quickstart-replicas" in script
+    assert script.endswith(" rlinf /shared/runs/quickstart trainer join-trainer.json\n")
+    assert {"scancel --name=quickstart-joiners", "scancel --name=quickstart-replicas"} <= {
+        line.partition("  #")[0] for line in written(capsys, "slurm", *both).splitlines()
+    }
+    own = ("--image", "an/image", "--claim", "runs")
+    *_, network = yaml.safe_load_all(written(capsys, "k8s", *both, *own))
+    deployments = [
+        next(yaml.safe_load_all(written(capsys, "k8s", *both, *own, "--join", "3", "--role", role)))
+        for role in ("rollout", "trainer")
+    ]
+    selectors = [each["spec"]["selector"] for each in deployments]
+    assert selectors[0] != selectors[1]
+    assert [each["metadata"]["name"] for each in deployments] == ["quickstart-joiners", "quickstart-replicas"]
+    assert [each["podSelector"] for each in network["spec"]["ingress"][0]["from"]][1:] == selectors
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
@@ -165,6 +185,7 @@ def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
         (["slurm", *QUICKSTART, "--nodes", "2", "--gpus", "4", "placement.trainer=0-8"], "placement.trainer"),
         (["skypilot", *QUICKSTART, "--volume", "runs"], "--gpu"),
         (["slurm", *QUICKSTART, "--join", "2"], "rollout.join"),
+        (["slurm", *QUICKSTART, *JOINED, "--join", "2", "--role", "trainer"], "trainer.join"),
         (["slurm", *QUICKSTART, "--output", "/no/such/place"], "/no/such"),
     ],
 )

@@ -40,10 +40,17 @@ class Pooled(Pool):
         side = asyncio.create_task(serve(connection, build, ready.set, leave))
         self.sides.append(side)
         side.connection, side.leave = connection, leave
-        there = len(self.members)
-        while len(self.members) == there:
-            await self._changed.wait()
+        coming = asyncio.create_task(self._others_than({*self.members}))
+        await asyncio.wait([side, coming], return_when=asyncio.FIRST_COMPLETED)
+        if not coming.done():  # one that could not be made has its error, and nobody waits for it
+            coming.cancel()
+            self.sides.remove(side)
+            side.result()
         return side
+
+    async def _others_than(self, known):
+        while self.members <= known:
+            await self._changed.wait()
 
     async def close(self):
         await super().close()

@@ -52,6 +52,12 @@ async def gone(pool, count=0):
         await pool._changed.wait()
 
 
+async def test_one_that_cannot_be_made_is_no_member_and_says_why(pool):
+    with pytest.raises(TypeError, match="wings"):
+        await pool.joins(wings=2)
+    assert len(pool.members) == 1
+
+
 async def test_both_answer_and_each_as_far_as_it_has_rows(pool):
     (member,) = pool.members
     requests = ragged(12, Sampling(9))

@@ -4,6 +4,7 @@ learned from once, all meet at the optimizer step, and nobody waits for ever."""
 import asyncio
 import random
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.changing_hands_modelled import ModelledTrainer
 from rlinf import Actor, ActorSystem, Stream
 from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.runs.text import PaceObserver
 from rlinf.runtime.actor.actor import endpoint
 from rlinf.runtime.base.calls import lease_here
 from rlinf.runtime.base.clock import run_virtual
@@ -299,6 +301,47 @@ def test_a_run_goes_on_at_its_copies_own_pace_once_answers_grow_long():
     told = [text for text in said if text is not None]
     assert "in step" in told[0]
     assert "own pace: a token took 0.50 of the time" in told[-1]
+
+
+class Shown:
+    """A run with a trainer whose copies can part, and a report."""
+
+    def __init__(self):
+        self.roles, self.report, self.lines, self.told = {"trainer": self}, self, [], []
+
+    def line(self, text):
+        self.lines.append(text)
+
+    async def let_copies_part(self, free):
+        self.told.append(free)
+        return [True]
+
+
+def on(**devices):
+    return SimpleNamespace(seats={role: SimpleNamespace(devices=numbers) for role, numbers in devices.items()})
+
+
+async def test_a_run_looks_for_its_way_as_long_as_trainer_and_rollout_share_devices():
+    run, placed = Shown(), [on(trainer=(0, 1), rollout=(1, 2))]
+    observer = PaceObserver(run, lambda: placed[-1])
+    steps = iter(range(1, 100))
+
+    async def pass_steps(count):
+        for _ in range(count):
+            free = bool(run.told and run.told[-1])
+            await observer.on_step(next(steps), {"timing/step": 1.0 if free else 2.0, "tokens": 10.0})
+
+    await pass_steps(8)
+    assert len(run.lines) == 1
+    assert run.told[-1] is True
+    placed.append(on(trainer=(0, 1), rollout=(2, 3)))
+    before = len(run.told)
+    await pass_steps(60)
+    assert (run.told[before:], len(run.lines)) == ([False], 1)
+    placed.append(on(trainer=(0, 1), rollout=(0, 1)))
+    await pass_steps(8)
+    assert run.told[-1] is True
+    assert len(run.lines) == 2
 
 
 def test_copies_part_and_go_in_step_again_between_calls():

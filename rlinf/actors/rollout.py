@@ -24,6 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rlinf.actors.base import configured
 from rlinf.config.text import RolloutSettings
+from rlinf.data.differences import Differences
 from rlinf.data.face import face_of
 from rlinf.data.rng import mix
 from rlinf.data.sample import Group, Prompt, Sample, read_only
@@ -94,7 +95,7 @@ class Rollout(Receiver):
         Raises:
             ValueError: a model, tokenizer or engine that cannot be made, or a setting out of range.
         """
-        self._seed, self._pool = seed, None
+        self._seed, self._pool, self._sent = seed, None, Counter[str]()
         self._tokenizer = await self.compute(load_tokenizer, tokenizer)
         self._sampling = await self.compute(sampling_of, settings, model, self._tokenizer)
         name = f"{self._cell.name}[{self.rank}]"
@@ -113,7 +114,7 @@ class Rollout(Receiver):
         self._join = settings.join
         if settings.join is not None:
             outlined = await self.compute(outline_for, model, self._tokenizer, settings)
-            await self._open_pool({"tokenizer": tokenizer, "outlined": outlined, **made_of}, directory)
+            await self._open_pool(settings, {"tokenizer": tokenizer, "outlined": outlined, **made_of}, directory)
         self.through_host = self._engine.through_host
         cost, dtype = await self.compute(cost_of, model, self._tokenizer), _DTYPES[settings.dtype]
         self._notes = None if cost is None else GenerationWork(self._engine, cost, dtype, self.note)
@@ -121,11 +122,13 @@ class Rollout(Receiver):
         self._calls: list[GenerateCall] = []  # in progress
         self._answer_names: dict[int, str] = {}  # of calls of `answer` in progress, by the id of their request
 
-    async def _open_pool(self, made_of: Mapping[str, Any], directory: str | None) -> None:
+    async def _open_pool(self, settings: RolloutSettings, made_of: Mapping[str, Any], directory: str | None) -> None:
         """Have other engines join the own one."""
         leads = self._fewest if self.rank == 0 and self.world_size > 1 else None
         name = self._cell.name
         self._pool = Pool(self._engine, self.compute, made_of, name, waiting=Outside, elsewhere=leads)
+        if settings.delta != "off":
+            self._pool.differences = Differences(f"{name}[{self.rank}]", self._joiners_were_sent)
         self._engine = self._pool
         try:
             if self.rank == 0:
@@ -133,6 +136,9 @@ class Rollout(Receiver):
         except UserError:
             await self._pool.close()
             raise
+
+    def _joiners_were_sent(self, what: str, *, bytes: int) -> None:
+        self._sent[what] += bytes  # told with the next weights: it happens after the step's end, beside the next
 
     @endpoint
     async def joinable(self, token: str) -> tuple[int, str]:
@@ -461,9 +467,11 @@ class Rollout(Receiver):
     async def switch_weights(self, weights: Weights) -> None:
         await self._engine.load(weights)
         self._tell_rounding()
-
         if self._pool is not None:
             self.note("rollout/joined_count", bytes=len(self._pool.members))
+            for what, size in self._sent.items():
+                self.note(what, bytes=size)
+            self._sent.clear()
 
     def _tell_rounding(self) -> None:
         for name, error in self._engine.rounding.items():

@@ -124,9 +124,9 @@ class WeightsConfig:
     """Weights on their way from the trainer to those who generate or act."""
 
     delta: Delta = "auto"
-    """What another machine is sent of new weights. auto: what has changed since the version that it has, in the dtype
-    in which they are published, exactly, where that is smaller than the whole; the trainer's machine and each such
-    machine then keep one version in host memory. Weights that a GPU has room to publish go whole, by NCCL. always:
+    """What another machine, or an engine that joined, is sent of new weights. auto: what has changed since the version
+    that it has, in the dtype in which they are published, exactly, where that is smaller than the whole; both ends then
+    keep one version in host memory. Weights that a GPU has room to publish go whole to other machines, by NCCL. always:
     those go through host memory, too. off: always the whole. See docs/async.md."""
 
 

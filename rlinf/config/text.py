@@ -17,6 +17,7 @@ from pydantic.dataclasses import dataclass
 
 from rlinf.config.common import (
     CommonConfig,
+    Delta,
     MetricsConfig,
     ModelCheckpointConfig,
     Place,
@@ -309,6 +310,8 @@ class RolloutSettings(RolloutConfig):
     kv: Literal["keep", "reread"] | None = None
     """What becomes of keys and values when weights change in the middle of answers: keep those of the old weights, or
     reread all with the new; null is the engine's own choice."""
+    delta: Delta = "auto"
+    """What engines that join are sent of new weights, see `weights.delta`."""
     routes: Literal["auto", True, False] = False
     """Have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where engine and model
     can."""

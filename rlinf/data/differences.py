@@ -151,6 +151,24 @@ class Difference(Change):
         """Bytes that are sent."""
         return int(self.stretches.nbytes) + self.places.nbytes + self.values.nbytes
 
+    def taken_apart(self) -> tuple[Difference, tuple[torch.Tensor, ...]]:
+        """See `Weights.taken_apart`."""
+        nothing = torch.empty(0, dtype=torch.uint8)
+        table = torch.from_numpy(self.stretches.reshape(-1))
+        about = replace(self, stretches=_NOTHING, places=nothing, values=nothing)
+        return about, (table, self.places, self.values)
+
+    def put_together(self, tensors: Sequence[torch.Tensor]) -> Difference:
+        """See `Weights.put_together`."""
+        table, places, values = tensors
+        return replace(self, stretches=table.numpy().reshape(-1, 3), places=places, values=values)
+
+    def made_of(self, base: Weights | None) -> Weights:
+        """The new version, in host memory, of the one that a receiver has. Blocking."""
+        assert base is not None
+        assert base.key == self.base
+        return self.applied(base, lambda shape, dtype: torch.empty(shape, dtype=dtype), False)
+
     def applied(self, base: Weights, empty: Allocator, passes_on: bool) -> Weights:
         """See `Change.applied`."""
         assert self.weights is not None

@@ -149,6 +149,18 @@ class Weights:
         buckets = tuple(each.detach().view(-1) for each in tensors.values())
         return Weights(version_now(), layout, buckets, (), version_now=version_now)
 
+    def taken_apart(self) -> tuple[Weights, tuple[Tensor, ...]]:
+        """These without bytes, and these bytes: what goes over a connection one after the other. Adapters stay."""
+        return replace(self, buckets=(), version_now=None, adapters=()), self.buckets
+
+    def put_together(self, tensors: Sequence[Tensor]) -> Weights:
+        """These with the bytes that `taken_apart` parted from them."""
+        return replace(self, buckets=tuple(tensors))
+
+    def made_of(self, base: Weights | None) -> Weights:
+        """These, whatever a receiver has already; see `Difference.made_of`."""
+        return self
+
     def in_host_memory(self) -> Weights:
         """Copy with all buckets in host memory; itself if they are there. Blocking."""
         if all(bucket.device.type == "cpu" for bucket in self.buckets):

@@ -21,7 +21,6 @@ import struct
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rlinf.runtime.base.tasks import cancel_all
@@ -29,6 +28,7 @@ from rlinf.runtime.base.tasks import cancel_all
 if TYPE_CHECKING:
     import torch  # of which a joiner says hello without
 
+    from rlinf.data.differences import Difference
     from rlinf.data.weights import Weights
 
 HELLO_SECONDS = 10.0
@@ -130,12 +130,12 @@ class Connection:
         self._messages.append(pickle.dumps(message, 5))
         self._news.set()
 
-    def send_weights(self, number: int, weights: Weights, *, behind: bool = False) -> None:
+    def send_weights(self, number: int, weights: Weights | Difference, *, behind: bool = False) -> None:
         """Have weights in host memory leave; the other end has a message `("weights", number, weights)` of them.
 
         Args:
             number: of the publication.
-            weights: in host memory.
+            weights: in host memory; or how they differ from those that the other end has.
             behind: after those that are still leaving, such as sums of which each counts. Otherwise those are dropped:
                 nobody wants them any more.
         """
@@ -221,12 +221,12 @@ class Connection:
             self._writer.transport.abort()
 
 
-def _pieces_of(number: int, weights: Weights) -> Iterator[bytes | memoryview]:
+def _pieces_of(number: int, weights: Weights | Difference) -> Iterator[bytes | memoryview]:
     """Weights as a message that announces them, and their bytes."""
-    about = replace(weights, buckets=(), version_now=None, lineage=None, adapters=())
-    shapes = [(bucket.dtype, bucket.numel()) for bucket in weights.buckets]
+    about, tensors = weights.taken_apart()
+    shapes = [(tensor.dtype, tensor.numel()) for tensor in tensors]
     yield pickle.dumps(("weights", number, about, shapes), 5)
-    for bucket in weights.buckets:
+    for bucket in tensors:
         octets = memoryview(_octets(bucket))
         for start in range(0, len(octets), PIECE):
             yield octets[start : start + PIECE]
@@ -244,21 +244,21 @@ class Assembly:
 
     Args:
         number: of the publication.
-        about: the weights without their buckets.
-        shapes: type and elements of each bucket.
+        about: the weights without their bytes.
+        shapes: type and elements of each tensor that has these.
     """
 
-    def __init__(self, number: int, about: Weights, shapes: list[tuple[torch.dtype, int]]):
+    def __init__(self, number: int, about: Weights | Difference, shapes: list[tuple[torch.dtype, int]]):
         import torch
 
         self._number, self._about = number, about
         self._buckets = [torch.empty(count, dtype=dtype) for dtype, count in shapes]
         self._bucket = self._place = 0
 
-    def add(self, data: bytes) -> tuple[str, int, Weights] | None:
+    def add(self, data: bytes) -> tuple[str, int, Weights | Difference] | None:
         """Take a piece; an empty one is the last, and returns the message of the whole."""
         if not data:
-            return "weights", self._number, replace(self._about, buckets=tuple(self._buckets))
+            return "weights", self._number, self._about.put_together(self._buckets)
         while self._place == self._buckets[self._bucket].nbytes:
             self._bucket, self._place = self._bucket + 1, 0
         _octets(self._buckets[self._bucket])[self._place : self._place + len(data)] = memoryview(data)

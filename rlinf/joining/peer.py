@@ -34,6 +34,7 @@ class Peer:
         """Numbers of what it is asked."""
         self._published = self._loaded = 0
         self._publishing: Weights | None = None
+        self._has: tuple[int, tuple[int, ...]] | None = None  # key of its weights, while no others are on their way
         self._silence, self._heard = silence, True
         self._timer = asyncio.get_running_loop().call_later(silence / 2, self._beat)
 
@@ -42,10 +43,16 @@ class Peer:
         """It has the newest weights."""
         return self._loaded == self._published
 
+    def outdate(self) -> None:
+        """There are newer weights, which are yet to be published: those that it has are not the newest any more."""
+        self._published = next(self.numbers)
+
     def publish(self, weights: Weights) -> None:
-        """Have it use these weights once they have come."""
-        self._published, self._publishing = next(self.numbers), weights
-        self.connection.send_weights(self._published, weights)
+        """Have it use these weights once they have come, whole, or as they differ from those that it has."""
+        self.outdate()
+        sent = weights if weights.lineage is None else weights.lineage.since(weights, self._has)
+        self._publishing, self._has = weights, None
+        self.connection.send_weights(self._published, sent)
 
     def heard(self, kind: str, *rest: Any) -> None:
         """Take note of a message."""
@@ -53,7 +60,8 @@ class Peer:
         if kind == "loaded":
             self._loaded = rest[0]
             if self.current and self._publishing is not None:
-                self.version, self._publishing = self._publishing.version, None
+                self.version, self._has = self._publishing.version, self._publishing.key
+                self._publishing = None
 
     def _beat(self) -> None:
         if not self._heard:

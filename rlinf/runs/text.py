@@ -698,7 +698,9 @@ def rollout_settings(config: RunConfig, joined: bool = True) -> RolloutSettings:
     replays = config.trainer.backend != "megatron"  # which routes freely: nobody would read what the engine tells
     routes = config.trainer.router_replay if replays else False
     alone = {} if joined else {"join": None, "own_engine": True}
-    return combine(RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes, **alone)
+    return combine(
+        RolloutSettings, config.rollout, kv=config.staleness.kv, routes=routes, delta=config.weights.delta, **alone
+    )
 
 
 def trainer_settings(config: RunConfig, algorithm: AlgorithmSpec, **more: Any) -> TrainerSettings:

@@ -51,7 +51,8 @@ def sent(change, weights):
 
 
 def applied(change, base, weights):
-    return sent(change, weights).applied(base, lambda shape, dtype: torch.empty(shape, dtype=dtype), False)
+    about, tensors = sent(change, weights).taken_apart()
+    return about.put_together(tensors).made_of(base)
 
 
 def bits(weights):

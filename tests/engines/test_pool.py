@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from rlinf.data import differences
 from rlinf.data.sample import ImageRef
 from rlinf.data.tokenizer import LateTokenizer
 from rlinf.data.weights import Weights
@@ -164,6 +165,67 @@ async def test_without_the_newest_weights_nobody_begins_an_answer(pool):
     while not member.current:
         await pool._changed.wait()
     assert member.version == 7
+    right(requests, await answers(pool, requests), 2)
+
+
+def nearly(model, version):
+    """The weights with a few other numbers."""
+    named = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    for tensor in named.values():
+        tensor.view(-1)[::50] += 1.0
+    return Weights.pack(named.items(), version)
+
+
+class Link:
+    """Bytes of weights that a pool sends to those who joined."""
+
+    def __init__(self, pool, monkeypatch):
+        monkeypatch.setattr(differences, "LEAST_BYTES", 0)
+        pool.differences, self._pool, self._sent = differences.Differences("pool", self._note), pool, []
+
+    def _note(self, name, *, bytes):
+        self._sent.append((name, bytes))  # in turn what was sent, and what all would have been
+
+    async def loads(self, weights):
+        """Load them, and return which share of the bytes went to each, once all have them."""
+        self._sent.clear()
+        await self._pool.load(weights)
+        assert not any(member.current for member in self._pool.members)
+        while not all(member.current for member in self._pool.members):
+            await self._pool._changed.wait()
+        sizes = [size for _, size in self._sent]
+        return [some / whole for some, whole in zip(sizes[::2], sizes[1::2], strict=True)]
+
+
+async def test_who_has_the_last_weights_is_sent_what_changed_and_others_the_whole(pool, monkeypatch):
+    link = Link(pool, monkeypatch)
+    assert await link.loads(nearly(tiny(seed=2), 1)) == [1.0]
+    assert max(await link.loads(packed(tiny(seed=2), 2))) < 0.1
+    requests = ragged(8, Sampling(6))
+    right(requests, found := await answers(pool, requests), 2)
+    assert {version for one in found.values() for version in one.versions.tolist()} == {2}
+    await pool.joins()
+    while not all(member.current for member in pool.members):
+        await pool._changed.wait()
+    shares = await link.loads(nearly(tiny(seed=2), 3))
+    assert len(shares) == 2
+    assert max(shares) < 0.1
+    await pool.joins()  # is sent it whole
+    pool.sides[0].connection.abandon()
+    await gone(pool, 2)
+    assert len(await link.loads(packed(tiny(seed=2), 4))) == 2
+    right(requests, await answers(pool, requests), 2)
+
+
+async def test_weights_that_were_overtaken_on_their_way_are_no_base_of_a_difference(pool, monkeypatch):
+    link = Link(pool, monkeypatch)
+    await link.loads(nearly(tiny(seed=2), 1))
+    await pool.load(packed(tiny(seed=3), 2))
+    await pool.load(nearly(tiny(seed=2), 3))
+    await link.loads(packed(tiny(seed=2), 4))
+    (member,) = pool.members
+    assert member.version == 4
+    requests = ragged(8, Sampling(6))
     right(requests, await answers(pool, requests), 2)
 
 

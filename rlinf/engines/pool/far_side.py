@@ -12,6 +12,7 @@ import socket
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rlinf.joining.connection import Connection
@@ -20,7 +21,9 @@ from rlinf.runtime.base.tasks import in_thread
 
 if TYPE_CHECKING:
     from rlinf.config.text import RolloutSettings
+    from rlinf.data.differences import Difference
     from rlinf.data.tokenizer import TokenizerSource
+    from rlinf.data.weights import Weights
     from rlinf.engines.base import Completion, Engine, Request  # come with torch, of which hello is said without
 
 Build = Callable[..., "Awaitable[Engine]"]
@@ -77,6 +80,7 @@ class FarSide:
         self._running: set[int] = set()  # all that have come and not ended, by id
         self._came = asyncio.Event()
         self._loading = asyncio.Lock()  # weights in the order in which they came
+        self._base: Weights | None = None  # the last ones, if the next may be sent as a difference from them
 
     async def run(self, messages: AsyncIterator[tuple[Any, ...]], leave: asyncio.Event) -> str:
         """Serve; see `serve`."""
@@ -117,10 +121,12 @@ class FarSide:
                     work.create_task(self._load(*rest) if kind == "weights" else self._reply(kind, *rest))
         return ended
 
-    async def _load(self, number: int, weights: Any) -> None:
+    async def _load(self, number: int, sent: Weights | Difference) -> None:
         async with self._loading:
+            weights = await in_thread(partial(sent.made_of, self._base))
             await in_thread(weights.verify)
             await self._engine.load(weights)
+            self._base = weights if weights.lineage is not None and weights.lineage.stays else None
         self._connection.send("loaded", number)
 
     async def _reply(self, what: str, number: int, ids: Collection[int]) -> None:

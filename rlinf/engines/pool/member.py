@@ -92,6 +92,10 @@ class Member:
         self._under_way[request.id] = (request, asker)
         self._connection.send("requests", [request])
 
+    def outdate(self) -> None:
+        """Give it no requests until newer weights have been published, and have come."""
+        self._peer.outdate()
+
     def publish(self, weights: Weights) -> None:
         """Have it use these weights once they have come."""
         self._peer.publish(weights)

@@ -27,11 +27,14 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, aclosing, nullcontext
+from dataclasses import replace
+from functools import partial
 from math import inf
 from typing import Any
 
 import numpy as np
 
+from rlinf.data.differences import Differences
 from rlinf.data.weights import Weights
 from rlinf.engines.base import Completion, Compute, Engine, Hear, Request, StepStats, TextScores, closing
 from rlinf.engines.pool.absent import Absent
@@ -40,7 +43,7 @@ from rlinf.joining.connection import Connection
 from rlinf.joining.listener import Elsewhere, Joiner, Listener
 from rlinf.joining.peer import SILENCE
 from rlinf.models.language.truth import Way
-from rlinf.runtime.base.tasks import cancel_all
+from rlinf.runtime.base.tasks import cancel_all, in_thread
 from rlinf.runtime.streams.stream import each
 
 _SAME = (
@@ -230,6 +233,9 @@ class Pool(Engine):
         """Those that have joined."""
         self._compute, self._silence, self._name, self._waiting = compute, silence, name, waiting
         self._listener = Listener(self, "rollout", name, {**made_of, "weights_come": False}, elsewhere)
+        self.differences: Differences | None = None
+        """Makes what those who joined are sent of new weights; None: the whole."""
+        self._sending: asyncio.Task[None] | None = None
         self.where: str | None = None
         """Where engines may join."""
         self._own_answers = not isinstance(own, Absent)
@@ -499,10 +505,36 @@ class Pool(Engine):
         await self.own.load(weights)
         if weights.adapter is None:
             here = all(bucket.device.type == "cpu" for bucket in weights.buckets) and weights.version_now is None
-            self._newest = weights if here else await self._compute(_copied, weights)
+            newest = weights if here else await self._compute(_copied, weights)
+            self._newest = replace(newest, lineage=None, adapters=())  # which those who joined do not take
             self._listener.made_of["weights_come"] = True
+            await self._publish(self._newest)
+
+    async def _publish(self, newest: Weights) -> None:
+        """Send the newest weights to those who joined, or begin to, where they are compared with older ones first."""
+        if self._sending is not None and self._sending.done():
+            await self._sending
+            self._sending = None
+        if self.differences is not None and self.members:
             for member in self.members:
-                member.publish(self._newest)
+                member.outdate()
+            self._sending = self._sending or asyncio.create_task(self._send_newest(self.differences))
+            return
+        if self.differences is not None:
+            self.differences.base = None  # nobody is there who has it
+        for member in self.members:
+            member.publish(newest)
+
+    async def _send_newest(self, differences: Differences) -> None:
+        """Send the newest weights as they differ from what those who joined were sent before, until there are no newer
+        ones. Nobody waits for it: comparing takes as long as to read all twice."""
+        compared: Weights | None = None
+        while (newest := self._newest) is not None and newest is not compared:
+            compared = await in_thread(partial(differences.placed, newest))
+            if newest is self._newest:
+                self._newest = compared
+                for member in self.members:
+                    member.publish(compared)
 
     # Joining and leaving ----------------------------------------------------------------------------------------------
 
@@ -556,6 +588,7 @@ class Pool(Engine):
     async def close(self) -> None:
         self._closing = True
         self._listener.shut()
+        await cancel_all([self._sending] if self._sending is not None else [])
         await asyncio.gather(*(member.close() for member in self.members), return_exceptions=True)
         await self._listener.close()
         await self.own.close()

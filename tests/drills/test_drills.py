@@ -34,6 +34,7 @@ def test_nothing_is_lost_or_repeated(drill, points, seed, tmp_path):
     ids=lambda each: str(getattr(each, "name", each)),
 )
 def test_a_signal_ends_a_run_as_its_page_says(phase, number, grace, tmp_path):
-    point = Point(phase, number, grace)
-    assert tried(point, tmp_path, random.Random(phase)), "the run had ended before"
+    point, rng = Point(phase, number, grace), random.Random(phase)
+    # A moment passes unseen where this process is late; then the run has ended, and another one is begun.
+    assert any(tried(point, tmp_path / str(attempt), rng) for attempt in range(9)), "each run had ended before"
     assert not point.wrong, point

@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.launching import QUICKSTART, ROOT, TINY, environment, equal, launch, metrics_of, start, steps_noted
-from tests.runs.programs.held import HELD
+from tests.runs.programs.held import GO_ON, HELD
 from tests.runtime.programs.jobs import free_port, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -21,7 +20,8 @@ RUN = (
     "--config", QUICKSTART, *TINY, f"steps={STEPS}", "algorithm.epochs=2", "evaluation.every=0", "checkpoint.every=0",
     "flow=tests.runs.programs.held.held",
 )  # fmt: skip
-GRACE = 3
+GRACE = 10
+"""Seconds; saving takes a small part of them, even where others keep the machine busy."""
 
 
 @pytest.fixture(scope="module")
@@ -37,14 +37,15 @@ def checkpoints(run: Path) -> list[str]:
 
 
 def told_after(steps: int, output: Path, number: int, *more: str, processes: int = 0, rank: int = 0) -> str:
-    """A run that got a signal after so many steps; what it said."""
-    run = output / "quickstart"
-    ranks = start(*RUN, f"output_dir={output}", *more, processes=processes)
+    """A run that got a signal in the step after so many; what it said."""
+    held = {"HELD_AT": str(steps), "HELD_IN": str(output)}
+    ranks = start(*RUN, f"output_dir={output}", *more, processes=processes, **held)
     try:
-        until(lambda: ranks.ended() or steps_noted(run) >= steps, "the moment to tell it", 100)
+        until(lambda: ranks.ended() or (output / HELD).exists(), "the moment to tell it", 100)
         assert not ranks.ended(), ranks.everything()
         ranks.kill(rank, number)
-        codes = ranks.codes(60)
+        (output / GO_ON).touch()
+        codes = ranks.codes()
     finally:
         ranks.end()
     assert codes == [75, *[0] * (len(codes) - 1)], ranks.everything()
@@ -79,12 +80,10 @@ def test_a_step_that_does_not_end_in_time_is_given_up_and_taken_again(uninterrup
     ranks = start(*here, f"checkpoint.grace={GRACE}", HELD_AT="3", HELD_IN=str(tmp_path))
     try:
         until(lambda: ranks.ended() or (tmp_path / HELD).exists(), "the step that does not end", 100)
-        began = time.monotonic()
         ranks.kill(0, signal.SIGTERM)
-        assert ranks.code(0, 60) == 75, ranks.everything()
+        assert ranks.code(0) == 75, ranks.everything()  # and not after the step's thousand seconds
     finally:
         ranks.end()
-    assert time.monotonic() - began < GRACE + 20, "not the step's thousand seconds"
     assert "after step 3; step 4 " in ranks.printed(0)
     assert checkpoints(run) == ["step_000003"]
     launch(*here, "--resume", "auto")
@@ -95,10 +94,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path):
     ranks = start(*RUN, f"output_dir={tmp_path}", HELD_AT="1", HELD_IN=str(tmp_path))
     try:
         until(lambda: ranks.ended() or (tmp_path / HELD).exists(), "the step that does not end", 100)
-        ranks.kill(0, signal.SIGTERM)
-        time.sleep(1.2)
-        ranks.kill(0, signal.SIGTERM)
-        assert ranks.code(0, 20) == -signal.SIGTERM
+        until(
+            lambda: ranks.kill_all(signal.SIGTERM) or ranks.ended(), "the signal that comes late enough after the first"
+        )
+        assert ranks.code(0) == -signal.SIGTERM
     finally:
         ranks.end()
 
@@ -108,7 +107,7 @@ def test_without_grace_it_ends_at_once_as_any_program(tmp_path):
     try:
         until(lambda: ranks.ended() or (tmp_path / HELD).exists(), "the step that does not end", 100)
         ranks.kill(0, signal.SIGTERM)
-        assert ranks.code(0, 20) == 128 + signal.SIGTERM
+        assert ranks.code(0) == 128 + signal.SIGTERM
     finally:
         ranks.end()
     assert checkpoints(tmp_path / "quickstart") == []
@@ -134,12 +133,12 @@ def test_torchrun_restarts_what_was_killed_and_passes_a_signal_on_and_waits(unin
     passes_on = ("--signals-to-handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1")
     job = torchrun(*here, more=("--max-restarts", "1", *passes_on))
     try:
-        until(lambda: job.poll() is not None or steps_noted(run) >= 5, "five steps", 100)
+        until(lambda: job.poll() is not None or steps_noted(run) >= 5, "five steps", 150)
         killed = json.loads(lock.read_text())["pid"]
         os.kill(killed, signal.SIGKILL)
-        until(lambda: job.poll() is not None or goes_on(run, lock, killed), "steps of the restarted job", 100)
+        until(lambda: job.poll() is not None or goes_on(run, lock, killed), "steps of the restarted job", 150)
         job.send_signal(signal.SIGUSR1)
-        said, _ = job.communicate(timeout=60)
+        said, _ = job.communicate(timeout=150)
     finally:
         job.kill()
     assert "taken over from pid " in said

@@ -1,4 +1,4 @@
-"""Flows with a step that does not end, or in which the disk is full: `HELD_AT` and `FULL_AT` name its index."""
+"""Flows with a step that does not end before it may, or with a full disk: `HELD_AT` and `FULL_AT` name its index."""
 
 import asyncio
 import os
@@ -10,12 +10,15 @@ from rlinf.flows.interact import interactions
 
 HELD = "held"
 """File in `HELD_IN` that says that the step has begun."""
+GO_ON = "go_on"
+"""File in `HELD_IN` for which it waits."""
 
 
 async def held(step, rollout, judge, trainer):
     if os.environ.get("HELD_AT") == str(step.index):
         Path(os.environ["HELD_IN"], HELD).touch()
-        await asyncio.sleep(1000)
+        while not Path(os.environ["HELD_IN"], GO_ON).exists():
+            await asyncio.sleep(0.01)
     if os.environ.get("FULL_AT") == str(step.index):
         (metrics,) = (
             int(each.name)

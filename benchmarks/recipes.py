@@ -146,8 +146,9 @@ def main() -> None:
     """Print the table, or write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--save", action="store_true", help="write the table into docs/recipes.md")
+    save = parser.parse_args().save
     lines = "".join(f"{line}\n" for line in table())
-    if parser.parse_args().save:
+    if save:
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
         PAGE.write_text(before + BEGIN + lines + END + rest.partition(END)[2], encoding="utf-8")
     print(lines, end="")

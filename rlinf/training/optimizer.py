@@ -81,7 +81,10 @@ def adamw(
     if kind == "muon":
         raise ValueError("optimizer.kind=muon: trainer.backend=fsdp alone has it; take adamw")
     if kind == "adamw":
-        return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        kinds = {(isinstance(each, DTensor), each.device.type, each.dtype) for each in parameters}
+        alone = len(kinds) == 1 and not any(sliced or device != "cpu" for sliced, device, _ in kinds)
+        made = PlainAdamW if alone else torch.optim.AdamW
+        return made(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from rlinf.data.prefix_tree import Texts, overlaps, tree_order
 from rlinf.data.sample import Away, Group, Lead, Prompt, Sample, SampleFace
 from rlinf.runtime.base.tasks import together
-from rlinf.runtime.streams.handles import Handle
+from rlinf.runtime.streams.channel import Handle
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -20,7 +20,8 @@ from rlinf.algos.advantages import Filling
 from rlinf.data.ledger import EQUAL_REWARDS, SURPLUS
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.step import Step
-from rlinf.runtime.streams.handles import Handle, handles
+from rlinf.runtime.streams.channel import Handle
+from rlinf.runtime.streams.handles import handles
 from rlinf.runtime.streams.stream import Stream, each
 
 Answer = Callable[[Any], Stream[Group]]

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from rlinf import Actor, ActorSystem, Stream, endpoint
-from rlinf.runtime.streams.handles import Handle, Holding, handles
+from rlinf.runtime.streams.channel import Handle
+from rlinf.runtime.streams.handles import Holding, handles
 
 
 def length_of(text: str) -> tuple[str, int] | None:

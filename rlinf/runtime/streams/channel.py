@@ -66,6 +66,57 @@ async def opened(value: Any, host: Host) -> Any:
     return await resolve(value) if holds_promise(value) else value
 
 
+class Handle:
+    """An item, wherever it is.
+
+    Args:
+        item: as its queue has it: the value, or what is sealed.
+        host: the one that this handle is on.
+    """
+
+    __slots__ = ("_face", "_host", "item")
+
+    def __init__(self, item: Any, host: Any):
+        self.item = item
+        self._host = host
+        self._face: Any = None
+
+    @property
+    def here(self) -> bool:
+        """The value itself is at hand."""
+        return type(self.item) is not Sealed
+
+    @property
+    def face(self) -> Any:
+        """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing."""
+        item = self.item
+        if type(item) is not Sealed:
+            return item
+        if self._face is None and item.blob is not None:
+            self._face = self._host.codec.unseal(item.blob)
+        return self._face
+
+    async def value(self) -> Any:
+        """The item: at hand, or fetched from where it is."""
+        return await opened(self.item, self._host)
+
+    def keep(self) -> None:
+        """Let the value stay on this host, for others to fetch, as long as this handle lives."""
+        if self.here:
+            self.item = Sealed(self._host, None, self._host.values.keep(self.item))
+
+    def __reduce__(self) -> Any:
+        item = self.item
+        return _arrived_item, (item.ref if type(item) is Sealed and item.ref is not None else item,)
+
+
+def _arrived_item(item: Any) -> Handle:
+    codec = reading_codec()
+    if codec is None:
+        raise RuntimeError("a handle of an item can only be sent to actors, not unpickled by hand")
+    return Handle(Sealed(None, None, item) if type(item) is ValueRef else item, codec.host)
+
+
 def is_kept(value: Any) -> bool:
     """True if opening it means fetching it from its producer."""
     if type(value) is list:

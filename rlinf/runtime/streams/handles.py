@@ -16,60 +16,8 @@ from collections.abc import AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 from rlinf.runtime.base.calls import current_host
-from rlinf.runtime.streams.channel import Sealed, opened
+from rlinf.runtime.streams.channel import Handle
 from rlinf.runtime.streams.stream import Consumer, Stream, each
-from rlinf.runtime.values.codec import ValueRef, reading_codec
-
-
-class Handle:
-    """An item, wherever it is.
-
-    Args:
-        item: as its queue has it: the value, or what is sealed.
-        host: the one that this handle is on.
-    """
-
-    __slots__ = ("__item__", "_face", "_host")
-
-    def __init__(self, item: Any, host: Any):
-        self.__item__ = item
-        self._host = host
-        self._face: Any = None
-
-    @property
-    def here(self) -> bool:
-        """The value itself is at hand."""
-        return type(self.__item__) is not Sealed
-
-    @property
-    def face(self) -> Any:
-        """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing."""
-        item = self.__item__
-        if type(item) is not Sealed:
-            return item
-        if self._face is None and item.blob is not None:
-            self._face = self._host.codec.unseal(item.blob)
-        return self._face
-
-    async def value(self) -> Any:
-        """The item: at hand, or fetched from where it is."""
-        return await opened(self.__item__, self._host)
-
-    def keep(self) -> None:
-        """Let the value stay on this host, for others to fetch, as long as this handle lives."""
-        if self.here:
-            self.__item__ = Sealed(self._host, None, self._host.values.keep(self.__item__))
-
-    def __reduce__(self) -> Any:
-        item = self.__item__
-        return _arrived, (item.ref if type(item) is Sealed and item.ref is not None else item,)
-
-
-def _arrived(item: Any) -> Handle:
-    codec = reading_codec()
-    if codec is None:
-        raise RuntimeError("a handle of an item can only be sent to actors, not unpickled by hand")
-    return Handle(Sealed(None, None, item) if type(item) is ValueRef else item, codec.host)
 
 
 async def handles(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Handle]:

@@ -30,7 +30,7 @@ from rlinf.runtime.base.calls import SERVICE, Call, DeviceLease, current_call, c
 from rlinf.runtime.base.errors import QueueClosed
 from rlinf.runtime.base.tasks import mark_seen
 from rlinf.runtime.observe.dataflow import Counter, Origin, amount
-from rlinf.runtime.streams.channel import QueueHandle
+from rlinf.runtime.streams.channel import Handle, QueueHandle
 from rlinf.runtime.streams.item_queue import ItemQueue, Pairs, Token
 from rlinf.runtime.transport.link import CAST, Message
 
@@ -602,7 +602,7 @@ async def feed(items: Any, sink: ItemQueue) -> None:
     source: Any = each(items)
     async with aclosing(source) if hasattr(source, "aclose") else contextlib.nullcontext():
         async for item in source:
-            await sink.put(getattr(item, "__item__", item))
+            await sink.put(item.item if isinstance(item, Handle) else item)
 
 
 async def batch(source: Consumer[Any], sink: ItemQueue, n: int) -> None:

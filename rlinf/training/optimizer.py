@@ -83,8 +83,8 @@ def adamw(
     if kind == "adamw":
         kinds = {(isinstance(each, DTensor), each.device.type, each.dtype) for each in parameters}
         alone = len(kinds) == 1 and not any(sliced or device != "cpu" for sliced, device, _ in kinds)
-        made = PlainAdamW if alone else torch.optim.AdamW
-        return made(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        optimizer = PlainAdamW if alone else torch.optim.AdamW
+        return optimizer(parameters, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
     return AdamW8bit(parameters, lr=lr, betas=betas, weight_decay=weight_decay)
 
 

@@ -12,7 +12,7 @@ EASY = {"letter_counting": {"max_words": 5}, "leg_counting": {"min_animals": 1, 
 EASY |= {"chain_sum": {"max_terms": 2, "max_digits": 1}}
 ENVIRONMENTS = {  # arguments, who plays first; steps of the warm-up and tokens of an answer, tiny and real; more
     "verifiers": (MARBLE, "players.layout", (240, 64), (12, 48), {"lr": 2e-4}),
-    "openenv": ({"server": SERVER.split(), "turns": 2}, None, (0, 8), (0, 8), {}),  # 64 sessions in server/app.py
+    "openenv": ({"server": {"command": SERVER.split(), "starting": 600}, "turns": 2}, None, (0, 8), (0, 8), {}),
     "reasoning_gym": ({"generators": EASY, "instructions": "Answer with a number alone."}, None, (150, 4), (12, 4), {}),
     "textarena": ({"games": "GuessTheNumber-v0", "turns": 4}, "players.bisect", (40, 8), (12, 8), {}),
 }

@@ -43,8 +43,10 @@ def character_tokenizer(characters: str, *, pictures: bool = False) -> PreTraine
     """
     from transformers import PreTrainedTokenizerFast
 
-    if not characters or len(set(characters)) != len(characters):
-        raise ValueError(f"characters={characters!r} must be a text in which every character stands once")
+    twice = sorted({each for each in characters if characters.count(each) > 1})
+    if not characters or twice:
+        why = f"{''.join(twice)!r} stands twice, a space behind the colon included" if twice else "there is none"
+        raise ValueError(f"characters={characters!r} must be a text in which every character stands once: {why}")
     more = IMAGE_TOKENS if pictures else ()
     vocabulary = {token: number for number, token in enumerate([PAD, EOS, UNK, *characters, *more])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))

@@ -54,9 +54,9 @@ def test_beside_a_model_it_is_the_tokenizer_that_was_saved(tmp_path, kind):
     assert load_tokenizer(str(tmp_path))("31 42>")["input_ids"] == tokenizer("31 42>")["input_ids"]
 
 
-@pytest.mark.parametrize("alphabet", ["", "0120"])
-def test_an_alphabet_has_each_character_once(alphabet):
-    with pytest.raises(ValueError, match="stands once"):
+@pytest.mark.parametrize(("alphabet", "why"), [("", "there is none"), ("0120", "'0' stands twice")])
+def test_an_alphabet_has_each_character_once(alphabet, why):
+    with pytest.raises(ValueError, match=why):
         character_tokenizer(alphabet)
 
 

@@ -35,7 +35,8 @@ from rlinf.runs.data import load_data_of
 from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
 from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
-from rlinf.runs.roles import Roles, check_tools_shown, configured_agent, naming, running_of, spawn_roles
+from rlinf.runs.prepare import InMemory, with_tasks
+from rlinf.runs.roles import Roles, configured_agent, naming, running_of, spawn_roles
 from rlinf.runs.text import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 
@@ -59,11 +60,11 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     model, problems = policy_model(config)
     if problems:
         raise ConfigError(problems)
-    data = load_data_of(config)
+    agent = None if config.evaluation.named else _checked_agent(config)
+    data = load_data_of(config, with_tasks(InMemory(agent=agent), config))
     if not (data.held_out or data.named):
         raise InputError("evaluation.data: name problems to evaluate on")
     _check_rewards(config, data)
-    agent = None if data.named else _checked_agent(config, data)
     answers = None
     if data.named and output is not None:
         answers = AnswerFile(output, model_mark(str(config.model.path)), config.seed)
@@ -111,11 +112,11 @@ def _check_rewards(config: RunConfig, data: Data) -> None:
             reward.ready()
 
 
-def _checked_agent(config: RunConfig, data: Data) -> Agent | None:
+def _checked_agent(config: RunConfig) -> Agent | None:
     """The agent that a configuration names, if it does.
 
     Raises:
-        ConfigError: there is no such agent, or the chat template hides its tools.
+        ConfigError: there is no such agent.
     """
     agent, mistakes = configured_agent(config, agentic)
     if config.agent.own_weights:
@@ -125,7 +126,6 @@ def _checked_agent(config: RunConfig, data: Data) -> Agent | None:
         ]
     if mistakes:
         raise ConfigError([Problem("configuration", *each) for each in mistakes])
-    check_tools_shown(config, data.tokenizer, agent)
     return agent
 
 

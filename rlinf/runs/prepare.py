@@ -479,7 +479,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
         raise ConfigError(problems)
-    objects = objects if agent is None else _with_tasks(replace(objects, agent=agent, player=player), config)
+    objects = objects if agent is None else with_tasks(replace(objects, agent=agent, player=player), config)
     return RunPlan(
         **vars(step),
         algorithm=algorithm,
@@ -496,7 +496,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     )
 
 
-def _with_tasks(objects: InMemory, config: RunConfig) -> InMemory:
+def with_tasks(objects: InMemory, config: RunConfig) -> InMemory:
     """Rows that the agent brings, where the configuration names none.
 
     Args:

@@ -46,6 +46,20 @@ def test_several_answers_tell_pass_and_majority(tmp_path):
         assert measure in done.stdout
 
 
+def test_an_environment_evaluates_on_the_tasks_that_it_keeps_apart(tmp_path):
+    model, answers = save_model(tmp_path / "model"), tmp_path / "answers.jsonl"
+    tasks = "{generators: {letter_counting: {max_words: 5}}, size: 8, held_out: 3, instructions: null}"
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    rlinf(
+        "evaluate", "--model", str(model), "--config", QUICKSTART, "agent.function=reasoning_gym",
+        f"agent.args={tasks}", "data.chat=true", f"data.chat_template={template}", "rollout.max_new_tokens=2",
+        "--output", str(answers),
+    )  # fmt: skip
+    rows = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(rows) == 3
+    assert all("How many times does the letter" in row["prompt"] for row in rows)
+
+
 REWARD = """
 def at_times(response, answer, prompt):
     if prompt.startswith(("What is 0", "What is 1")):

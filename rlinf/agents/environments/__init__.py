@@ -9,13 +9,15 @@ is `Adapting` makes each task when it is drawn, by what came of those before: an
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, Field, ValidationError, model_validator, validate_call
 
 from rlinf.data.sample import Prompt
+from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import Child
 
@@ -85,6 +87,28 @@ def reason(text: str) -> str:
 def last_words(child: Child) -> str:
     """The last line that a supervised process wrote."""
     return reason("\n".join(child.output))
+
+
+def verdict(text: str, of: str, besides: Collection[str] = ()) -> Score:
+    """The score that a server returned as JSON: a number, or an object whose `reward`, or else `score`, is one. Other
+    numbers of it are reported.
+
+    Args:
+        text: what it returned.
+        of: who, for errors.
+        besides: names that say nothing about the answer.
+
+    Raises:
+        RuntimeError: there is no such number.
+    """
+    try:
+        value = json.loads(text)
+        values = value if isinstance(value, Mapping) else {"reward": value}
+        scores = {name: float(one) for name, one in values.items() if isinstance(one, int | float)}
+        scores = {name: one for name, one in scores.items() if name not in besides}
+        return Score(scores["reward"] if "reward" in scores else scores["score"], scores)
+    except (KeyError, ValueError) as error:
+        raise RuntimeError(f"{of} gave no reward: {text!r:.200}") from error
 
 
 # Tasks ---------------------------------------------------------------------------------------------------------------

@@ -8,13 +8,12 @@ that dies or hangs ends the episodes of its sessions, which count as not drawn.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Seeded, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, checked, verdict
 from rlinf.agents.environments.server import Command, Server
 from rlinf.agents.tools.mcp import McpServer, mcp_server
 from rlinf.agents.tools.tool import Tools, conversation, offers_tools
@@ -111,7 +110,7 @@ class MCP(Seeded):
             if self._score is None:
                 return None
             values = {**task.row, "answer": answer}
-            return _score(await self._asked(server, self._score, values, schemas))
+            return verdict(await self._asked(server, self._score, values, schemas), f"mcp: {self._score}")
 
     async def _connected(self, stack: AsyncExitStack) -> McpServer:
         """A session of the server that all share.
@@ -146,14 +145,3 @@ class MCP(Seeded):
     async def _asked(self, server: McpServer, tool: str, values: Mapping[str, Any], schemas: Any) -> str:
         arguments = {name: values[name] for name in schemas[tool] if name in values}
         return await server.ask(tool, arguments, self._timeout)
-
-
-def _score(text: str) -> Score:
-    """The score that a tool returned: a number, or an object with one and perhaps others beside it."""
-    try:
-        value = json.loads(text)
-        numbers = {"reward": value} if not isinstance(value, Mapping) else value
-        numbers = {name: float(each) for name, each in numbers.items() if isinstance(each, int | float)}
-        return Score(numbers["reward"] if "reward" in numbers else numbers["score"], numbers)
-    except (KeyError, ValueError) as error:
-        raise RuntimeError(f"mcp: the server's score is no number, and has no `reward`: {text!r:.200}") from error

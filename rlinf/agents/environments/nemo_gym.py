@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from rlinf.agents.environments import HeldOut, Listed, Size, checked
+from rlinf.agents.environments import HeldOut, Listed, Size, checked, verdict
 from rlinf.agents.environments.server import Command, Server
 from rlinf.agents.tools.formats import typed
 from rlinf.agents.tools.tool import Tool, Tools, conversation, offers_tools
@@ -96,14 +96,8 @@ class NemoGym(Listed):
         output = _items(await conversation(list(self._messages[number]), llm, self._turns, tools=tools))
         response = {"id": f"task_{number}", "object": "response", "created_at": 0, "model": "policy", "output": output}
         response |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": offered}
-        verdict = await self._posted("verify", {**row, "response": response}, session)
-        try:
-            values = json.loads(verdict)
-            rest = {name: value for name, value in values.items() if name not in row and name != "response"}
-            scores = {name: float(value) for name, value in rest.items() if isinstance(value, int | float)}
-            return Score(scores["reward"], scores)
-        except (AttributeError, KeyError, ValueError) as error:
-            raise RuntimeError(f"nemo_gym: /verify gave no reward: {verdict!r:.200}") from error
+        answer = await self._posted("verify", {**row, "response": response}, session)
+        return verdict(answer, "nemo_gym: /verify", besides=row.keys())
 
     def _tool(self, offered: Mapping[str, Any], session: dict[str, str]) -> Tool:
         name, schema = offered["name"], dict(offered.get("parameters") or {"type": "object", "properties": {}})

@@ -169,6 +169,7 @@ async def main(request: str, path: str | None = None) -> None:
     os.environ["PATH"] = (
         f"{os.path.dirname(sys.executable)}:{os.environ.get('PATH', '')}"  # harnesses look for uv there
     )
+    sys.path.append(os.getcwd())  # a taskset may be a module where the run was started, as an agent of one's own is
     wanted = json.loads(request)
     environment = made_environment(wanted["environment"])
     tasks = itertools.islice(iter(environment.taskset.take(wanted["tasks"])), wanted["tasks"])

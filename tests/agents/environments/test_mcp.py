@@ -87,7 +87,7 @@ async def test_what_floods_is_cut_and_what_is_no_score_is_an_outcome():
         assert score.value == 1.0
         assert len(actor.read[1]) - len(actor.read[0]) < 20_000
     async with MCP(GAME, score="nonsense", start="begin") as environment:
-        with pytest.raises(RuntimeError, match="no number"):
+        with pytest.raises(RuntimeError, match="nonsense gave no reward: 'well'"):
             await played(environment, 2, "2")
 
 

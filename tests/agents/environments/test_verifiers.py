@@ -144,7 +144,8 @@ async def test_the_real_verifiers_plays_a_taskset_against_an_endpoint(monkeypatc
         return web.json_response({**shape, "choices": [choice], "usage": usage})
 
     monkeypatch.undo()
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+    interpreter = str(REAL.absolute())
+    monkeypatch.chdir(HERE)  # where the taskset is
     application = web.Application()
     application.router.add_post("/v1/chat/completions", chat)
     runner = web.AppRunner(application)
@@ -153,7 +154,7 @@ async def test_the_real_verifiers_plays_a_taskset_against_an_endpoint(monkeypatc
     await site.start()
     port = runner.addresses[0][1]
     llm = SimpleNamespace(base_url=f"http://127.0.0.1:{port}/v1", api_key="its own")
-    made = Verifiers("counting_taskset", python=str(REAL))
+    made = Verifiers("counting_taskset", python=interpreter)
     try:
         async with made:
             score = await made(SimpleNamespace(row=made.tasks()[7]), llm)

@@ -108,7 +108,7 @@ def cube() -> Task:
         person="benchmarks.pick_cube.person",
         patience=25,
         episodes=10,
-        policy={"state_size": 10, "action_size": 4, **about["policy"]["settings"]},
+        policy={"state_size": 16, "action_size": 4, **about["policy"]["settings"]},
         learning={**about["off_policy"], "lr": about["optimizer"]["lr"]},
         horizon=about["policy"]["horizon"],
         every=300,

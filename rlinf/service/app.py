@@ -536,9 +536,7 @@ class App:
         return {"sessions": _page(request, [each for each in self._service.sessions if self._service.visible(each)])[0]}
 
     async def _session(self, request: web.Request) -> Answer:
-        id = request.match_info["id"]
-        if id not in self._service.sessions or not self._service.visible(id):
-            raise Refused(f"there is no session {id[:200]!r}", 404)
+        id = self._service.check_session(request.match_info["id"], finished=True)
         samplers = [each for each in self._service.samplers if each.startswith(f"{id}:")]
         return {"training_run_ids": self._service.sessions[id], "sampler_ids": samplers}
 

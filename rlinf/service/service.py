@@ -335,15 +335,15 @@ class Service:
         self.journal.put(SERVICE, {"call": "create_session", "session": id, "owner": self.owners[id]})
         return id
 
-    def check_session(self, id: Any) -> str:
-        """See that a session is there.
+    def check_session(self, id: Any, *, finished: bool = False) -> str:
+        """See that a session is there, and goes on unless it may be `finished`.
 
         Raises:
             Refused: it is not.
         """
         if not isinstance(id, str) or id not in self.sessions or not self.visible(id):
             raise Refused(f"there is no session {str(id)[:200]!r}", 404)
-        if id in self._finished:
+        if id in self._finished and not finished:
             raise Refused(f"session {id} has finished", 410)
         return str(id)
 

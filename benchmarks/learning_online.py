@@ -103,6 +103,8 @@ def main() -> int:
     parser.add_argument("--answers", type=int, default=8000, help="learned from, per run (default: %(default)s)")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results and docs/online-learning.svg")
     options = parser.parse_args()
+    if options.answers < BIN:
+        parser.error(f"--answers is {BIN} or more, a point of the curve")
     runs = []
     for seed in map(int, options.seeds.split(",")):
         made = run(seed, options.answers)

@@ -208,8 +208,9 @@ async def _publish(pool: Pool) -> None:
         await asyncio.sleep(5)
 
 
-async def _come_and_go(members: Members, seen: Seen, rng: random.Random) -> None:
-    while True:
+async def _come_and_go(members: Members, seen: Seen, rng: random.Random, ends: float) -> None:
+    loop = asyncio.get_running_loop()
+    while loop.time() < ends:  # and not in the middle of a join, of which nobody would then know the process
         await asyncio.sleep(rng.expovariate(4.0))
         killed = rng.random() < 0.5
         members.end(rng.randrange(len(members.alive)), signal.SIGKILL if killed else signal.SIGTERM)
@@ -260,13 +261,13 @@ async def run(minutes: float, count: int, seed: int) -> bool:
     loop = asyncio.get_running_loop()
     ends = loop.time() + 60 * minutes
     background = [asyncio.create_task(each) for each in (_publish(pool), _watch(seen))]
-    moving = asyncio.create_task(_come_and_go(members, seen, random.Random(seed)))
+    moving = asyncio.create_task(_come_and_go(members, seen, random.Random(seed), ends))
     asking = asyncio.create_task(_ask(pool, seen, ends))
     while loop.time() < ends and not (asking.done() or moving.done()):
         await asyncio.wait([asking, moving], timeout=60 * minutes / 5, return_when=asyncio.FIRST_COMPLETED)
         print(f"{60 * minutes - ends + loop.time():.0f} s: {seen.answered:,} answers; {_mark()}", flush=True)
-    await cancel_all([moving])
     try:
+        await moving
         await asking
         async with asyncio.timeout(PATIENCE):
             while len(pool.members) != len(members.alive):

@@ -49,7 +49,7 @@ ASIDE = frozenset(
     "save restore export_state import_state state samples shapes version scored learned optimizer_steps computes "  # noqa: SIM905
     "load_decided weigh watch ask live in_flight answering settled drop split forget abort pause resume work_next "
     "work_drained work_take joint_ready joint_over joint_start joint_given forget_gradients open_model close_model "
-    "save_model load_model takes_adapters unload keep_past joinable let_copies_part sums overwrite".split()
+    "save_model load_model takes_adapters unload keep_past joinable let_copies_part sums overwrite why_alone".split()
 )
 """Endpoints of our roles that do no stage's work: checkpoints, what people read, ranks that wait for each other, and
 what tells of its parts as other endpoints, or runs in a replica that joined. Where a device does nothing else, it

@@ -12,6 +12,9 @@ from torch import Tensor
 from rlinf.algos.loss_sum import LossSum, Mask, same_shape, wide, within
 from rlinf.algos.losses import Tokens
 
+Returns = tuple[float, float]
+"""Least and greatest return that a task can give."""
+
 
 def pessimistic(values: Tensor, *, subset: int | None = None, generator: torch.Generator | None = None) -> Tensor:
     """The smallest prediction, of all critics or of some drawn without replacement.
@@ -47,6 +50,7 @@ def soft_target(
     gamma: float,
     alpha: float | Tensor,
     steps: int | Tensor = 1,
+    returns: Returns | None = None,
 ) -> Tensor:
     """The target of a critic: y = r + gamma^steps (1 - terminated) (V' - alpha log pi(a'|s')).
 
@@ -61,6 +65,7 @@ def soft_target(
         gamma: discount per action, 0 to 1.
         alpha: temperature, reward per nat.
         steps: actions in the chunk, one number or [batch].
+        returns: least and greatest that there can be, to which targets are cut; None leaves them.
 
     Returns:
         [batch], without gradient.
@@ -74,7 +79,11 @@ def soft_target(
     within("soft_target", "gamma", gamma, 0.0, 1.0)
     temperature = alpha.detach() if isinstance(alpha, Tensor) else alpha
     ahead = wide(next_values.detach()) - temperature * next_logprobs.detach()
-    return wide(rewards.detach()) + gamma**steps * torch.where(terminated.bool(), 0.0, ahead)
+    return _possible(wide(rewards.detach()) + gamma**steps * torch.where(terminated.bool(), 0.0, ahead), returns)
+
+
+def _possible(targets: Tensor, returns: Returns | None) -> Tensor:
+    return targets if returns is None else targets.clamp(*returns)
 
 
 def critics(values: Tensor, targets: Tensor, mask: Tensor) -> LossSum:
@@ -102,22 +111,30 @@ def critics(values: Tensor, targets: Tensor, mask: Tensor) -> LossSum:
 
 
 def choices(
-    values: Tensor, choice: Tensor, rewards: Tensor, next_values: Tensor, mask: Tensor, *, discount: Tensor
+    values: Tensor,
+    choice: Tensor,
+    rewards: Tensor,
+    next_values: Tensor,
+    mask: Tensor,
+    *,
+    discount: Tensor,
+    returns: Returns | None = None,
 ) -> LossSum:
-    """Squared error of the value of what was chosen: L = (Q(s, g) - y)^2.
+    """Squared error of the value of what was chosen, averaged over critics: L = mean over j of (Q_j(s, g) - y)^2.
 
         y = r + discount Q'(s', argmax over g of Q(s', g))
 
     Double deep Q-learning (arXiv:1509.06461, eq. 4), as HIL-SERL learns a gripper (arXiv:2410.21845, section 3.2).
 
     Args:
-        values: Q(s, g) of each choice, [choices, batch]; differentiable.
+        values: Q(s, g) of each choice by each critic, [critics, choices, batch]; differentiable.
         choice: number of the choice that was made, int64 [batch].
         rewards: [batch].
-        next_values: of the target critics, for the choice that the trained ones think best, [batch]; never
-            differentiated.
+        next_values: of the target critics, such as `pessimistic` gives, for the choice that the trained ones think
+            best, [batch]; never differentiated.
         mask: which transitions count, [batch], bool or 0/1.
         discount: of `next_values`, 0 where the task ended, [batch].
+        returns: see `soft_target`.
 
     Returns:
         Sums; metric `q/gripper`.
@@ -125,14 +142,15 @@ def choices(
     Raises:
         ValueError: shapes do not fit.
     """
-    if values.ndim != 2:
-        raise ValueError(f"choices: values must be [choices, batch], got {list(values.shape)}")
+    if values.ndim != 3:
+        raise ValueError(f"choices: values must be [critics, choices, batch], got {list(values.shape)}")
     others = {"rewards": rewards, "next_values": next_values, "mask": mask, "discount": discount}
-    same_shape("choices", "a choice's values", values[0], choice=choice, **others)
-    batch = _tokens("choices", mask, values[0])
-    Q = batch.read(values.gather(0, choice[None])[0])
-    y = batch.constant(wide(rewards) + discount * wide(next_values))
-    return batch.sum((Q - y).square(), {"q/gripper": Q})
+    same_shape("choices", "a choice's values", values[0, 0], choice=choice, **others)
+    own = values[:, choice, torch.arange(len(choice), device=choice.device)]
+    batch = _tokens("choices", mask, own)
+    Q = batch.read(own)
+    y = batch.constant(_possible(wide(rewards) + discount * wide(next_values), returns))
+    return batch.sum((Q - y).square().mean(0), {"q/gripper": Q.mean(0)})
 
 
 def actor(logprobs: Tensor, values: Tensor, mask: Tensor, *, alpha: float | Tensor) -> LossSum:

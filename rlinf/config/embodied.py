@@ -42,7 +42,7 @@ _WITH_TARGETS = ("sac", "iql")
 _OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("batch", "capacity"), (*OFF_POLICY, DAGGER)),
     **dict.fromkeys(("demonstrations", "failed_demonstrations"), (*OFF_POLICY, DAGGER)),
-    **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "n_step", "solved_only"), OFF_POLICY),
+    **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "returns", "n_step", "solved_only"), OFF_POLICY),
     **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), OFF_POLICY),
     **dict.fromkeys(("tau",), _WITH_TARGETS),
     "gripper_penalty": ("sac",),
@@ -353,6 +353,9 @@ class OffPolicyConfig:
     """Steps of the critics for each of the actor."""
     gamma: float = Field(default=0.99, ge=0, le=1)
     """Discount per action."""
+    returns: tuple[float, float] | None = None
+    """Least and greatest return that the task can give, as [0, 1] of a reward of 1 for success, which ends the episode:
+    the critics' targets are cut to it, so that they cannot run away from what is earned; null leaves them."""
     n_step: int = Field(default=1, ge=1)
     """Decisions that a transition spans; fewer at the end of an episode or of a step of the flow."""
     tau: float = Field(default=0.005, gt=0, le=1)
@@ -393,6 +396,8 @@ class OffPolicyConfig:
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""
+        if self.returns is not None and not self.returns[0] < self.returns[1]:
+            yield "returns", "name the least and the greatest return, in this order, as [0, 1]"
         if self.offline_steps and self.demonstrations is None:
             yield "offline_steps", "there is nothing to learn from offline: name off_policy.demonstrations"
         if self.demonstrations is not None and not os.path.exists(os.path.expanduser(self.demonstrations)):

@@ -10,7 +10,7 @@ bootstrap episodes as other policies' values do, so `value_level` is null.
 
 A gripper is closed or opened, and half of that is nothing: with `gripper` the last number of an action is a choice,
 -1, 0 or 1, of which critics of its own say what each is worth (HIL-SERL, arXiv:2410.21845, section 3.2). It is the one
-worth most; the actor and the other critics have to do with the other numbers alone.
+worth most by their mean; the actor and the other critics have to do with the other numbers alone.
 
 `SoftPixelsPolicy` looks at pictures. The critics' convolutions are trained by the critics alone; the actor looks at
 what the convolutions give, and sends no gradient into them (SAC-AE, arXiv:1910.01741; DrQ, arXiv:2004.13649). Target
@@ -200,7 +200,7 @@ class StateCritics(nn.Module):
 
     Args:
         ensemble: looks at the state and the actions.
-        gripper: looks at the state, one member for each of `CHOICES`.
+        gripper: looks at the state, one member for each of `CHOICES` of each critic.
     """
 
     def __init__(self, ensemble: Ensemble, gripper: Ensemble):
@@ -213,9 +213,10 @@ class StateCritics(nn.Module):
         return values
 
     def choices(self, inputs: Stored) -> Tensor:
-        """Value of each choice of the gripper, float32 [CHOICES, N], from what the policy looks at."""
+        """Value of each choice of the gripper by each critic, float32 [M, CHOICES, N], from what the policy looks
+        at."""
         values: Tensor = self.gripper(inputs["state"])
-        return values
+        return values.unflatten(0, (-1, CHOICES))
 
 
 class PictureCritics(nn.Module):
@@ -225,7 +226,8 @@ class PictureCritics(nn.Module):
         eyes: the convolutions.
         features: numbers that a picture comes down to.
         ensemble: looks at these, the state and the actions.
-        gripper: looks at these and the state, one member for each of `CHOICES`; None: nothing is chosen.
+        gripper: looks at these and the state, one member for each of `CHOICES` of each critic; None: nothing is
+            chosen.
     """
 
     def __init__(self, eyes: Convolutions, features: int, ensemble: Ensemble, gripper: Ensemble | None = None):
@@ -249,7 +251,7 @@ class PictureCritics(nn.Module):
         assert self.gripper is not None
         features = self.trunk(self.eyes(inputs["rgb"]))
         values: Tensor = self.gripper(torch.cat([features, inputs["state"]], 1) if "state" in inputs else features)
-        return values
+        return values.unflatten(0, (-1, CHOICES))
 
 
 _LOG_STD = (-5.0, 2.0)  # narrower densities than e^-5 make the critics' slopes useless; wider ones only saturate tanh
@@ -347,7 +349,9 @@ class SoftPolicy(Policy):
     def _gripper(self, features: int) -> Ensemble | None:
         """Values of a gripper's choices; None without one."""
         config = self.config
-        return Ensemble(CHOICES, features, config.hidden, layer_norm=config.layer_norm) if config.gripper else None
+        if not config.gripper:
+            return None
+        return Ensemble(config.critics * CHOICES, features, config.hidden, layer_norm=config.layer_norm)
 
     def inputs(self, observation: Observation, instructions: Sequence[str] | None = None) -> Stored:
         """The state as it came."""
@@ -369,7 +373,7 @@ class SoftPolicy(Policy):
         if not self.config.gripper:
             return Drawn(actions, sample, logprobs, None)
         with torch.no_grad():
-            best = self.critic.choices(inputs).argmax(0) - 1  # type: ignore[operator]
+            best = self.critic.choices(inputs).mean(0).argmax(0) - 1  # type: ignore[operator]
         choice = best.to(sample.dtype)[:, None, None]
         sure = torch.zeros_like(choice)  # the best choice is always made
         made, logprobs = torch.cat([sample, choice], -1), torch.cat([logprobs, sure], -1)

@@ -48,10 +48,14 @@ class OffPolicySettings:
     """Discount of each action."""
     tau: float = 0.005
     """Share of the way that the target critics go with each step."""
+    returns: tuple[float, float] | None = None
+    """Least and greatest return that the task can give, to which the critics' targets are cut; None leaves them."""
     shift: int = 0
     """Pictures are moved at random by so many pixels at most, in height and width (DrQ)."""
 
     def __post_init__(self) -> None:
+        if self.returns is not None and not self.returns[0] < self.returns[1]:
+            raise ValueError(f"off-policy: returns={list(self.returns)} must be the least and the greatest, in order")
         for name in ("gamma", "tau"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ValueError(f"off-policy: {name}={getattr(self, name)} must be between 0 and 1")

@@ -139,7 +139,7 @@ class SacLearner:
 
             y = sum over the chunk of gamma^i r_i  +  gamma^steps (1 - terminated) (Q'(s', a') - alpha log pi(a'|s'))
 
-        without the entropy, the last term, where `backup_entropy` is false.
+        without the entropy, the last term, where `backup_entropy` is false; and cut to `returns`.
 
         A chunk whose episode was cut before its last action is discounted by the actions that were done.
 
@@ -162,14 +162,15 @@ class SacLearner:
             gamma=gamma,
             alpha=self.alpha if self.settings.backup_entropy else 0.0,
             steps=batch["steps"],
+            returns=self.settings.returns,
         )
 
     def _critic_loss(self, mine: Rows, noise: Tensor, mask: Tensor, generator: torch.Generator) -> LossSum:
         values = self.policy.critic(self.policy.judged(inputs_of(mine, "seen."), mine["actions"]))
         loss = critic_losses.critics(values, self.target(mine, noise, generator), mask)
-        return loss.plus(self._gripper_loss(mine, mask)) if self.policy.config.gripper else loss
+        return loss.plus(self._gripper_loss(mine, mask, generator)) if self.policy.config.gripper else loss
 
-    def _gripper_loss(self, mine: Rows, mask: Tensor) -> LossSum:
+    def _gripper_loss(self, mine: Rows, mask: Tensor, generator: torch.Generator) -> LossSum:
         """The loss of the gripper's values, whose reward is less by the penalty where it was told to move."""
         settings = self.settings
         critic: Any = self.policy.critic
@@ -177,15 +178,16 @@ class SacLearner:
         choice = mine["actions"][:, 0, -1]  # -1, 0 or 1
         with torch.no_grad():
             following = inputs_of(mine, "following.")
-            best = critic.choices(following).argmax(0, keepdim=True)
-            ahead = target.choices(following).gather(0, best)[0]
+            best = critic.choices(following).mean(0).argmax(0)
+            ahead = target.choices(following)[:, best, torch.arange(len(best), device=best.device)]
         return critic_losses.choices(
             critic.choices(inputs_of(mine, "seen.")),
             choice.long() + 1,
             rewards_of(mine, settings.gamma) - settings.gripper_penalty * choice.abs(),
-            ahead,
+            pessimistic(ahead, subset=settings.subset, generator=generator),
             mask,
             discount=settings.gamma ** mine["steps"] * ~mine["terminated"],
+            returns=_with_penalties(settings),
         )
 
     def _actor_step(self, inputs: Stored, noise: Tensor, mask: Tensor) -> LossSum:
@@ -201,6 +203,14 @@ class SacLearner:
 
     def _step(self, loss: LossSum, parameters: list[nn.Parameter]) -> LossSum:
         return minimize(loss, parameters, self.optimizer, mesh=self._mesh, grad_clip=self.settings.grad_clip)[0]
+
+
+def _with_penalties(settings: SacSettings) -> critic_losses.Returns | None:
+    """Least and greatest return with the gripper's penalties, which it can earn with every action."""
+    if settings.returns is None or not settings.gripper_penalty:
+        return settings.returns
+    low, high = settings.returns
+    return (low - settings.gripper_penalty / (1.0 - settings.gamma) if settings.gamma < 1.0 else -math.inf, high)
 
 
 class CrossQLearner(SacLearner):
@@ -321,7 +331,16 @@ class IqlLearner:
         ahead, gamma = self._worth(following), self.settings.gamma
         none = torch.zeros_like(ahead)
         earned = rewards_of(mine, gamma)
-        return soft_target(earned, mine["terminated"], ahead, none, gamma=gamma, alpha=0.0, steps=mine["steps"])
+        return soft_target(
+            earned,
+            mine["terminated"],
+            ahead,
+            none,
+            gamma=gamma,
+            alpha=0.0,
+            steps=mine["steps"],
+            returns=self.settings.returns,
+        )
 
     def _worth(self, state: Tensor) -> Tensor:
         value: Tensor = self.module.value(state)

@@ -38,6 +38,15 @@ def test_the_target_looks_ahead_unless_the_episode_ended():
     assert found.tolist() == [1 + 0.25 * (4 + 0.25 * 2), 1.0]
 
 
+def test_targets_are_no_better_or_worse_than_any_return_can_be():
+    rewards, ahead = torch.tensor([0.0, 0.0, 1.0, 1.0]), torch.tensor([3.0, -1.0, 0.4, 0.0])
+    ended = torch.tensor([False, False, False, True])
+    found = critic_losses.soft_target(
+        rewards, ended, ahead, torch.zeros(4), gamma=0.5, alpha=0.0, returns=(-0.25, 1.25)
+    )
+    assert found.tolist() == [1.25, -0.25, pytest.approx(1.2), 1.0]
+
+
 def test_every_critic_is_drawn_to_the_target():
     values = torch.tensor([[1.0, 2.0, 9.0], [3.0, 2.0, 9.0]], requires_grad=True)
     found = critic_losses.critics(values, torch.tensor([2.0, 2.0, math.nan]), torch.tensor([1, 1, 0]))

@@ -147,38 +147,45 @@ def with_gripper(count, *, steps=1, seed=0):
     return {**batch, "steps": torch.randint(1, steps + 1, (count,), generator=random)}
 
 
-def written_down(learner, batch, gamma, penalty):
+def written_down(learner, batch, gamma, penalty, returns):
     """The loss of a gripper's values, transition by transition, in float64."""
 
-    def value(critic, state, choice):
+    def value(critic, member, state, choice):
         x, layers = state.double(), list(zip(critic.gripper.weights, critic.gripper.offsets, strict=True))
         for number, (weight, offset) in enumerate(layers):
             x = torch.clamp(x, min=0.0) if number else x
-            x = x @ weight.detach()[choice].double() + offset.detach()[choice, 0].double()
+            x = x @ weight.detach()[3 * member + choice].double() + offset.detach()[3 * member + choice, 0].double()
         return float(x)
 
+    members = range(learner.policy.config.critics)
     online, target, errors = learner.policy.critic, learner.module.target, []
     for row in range(len(batch["steps"])):
         steps, choice = int(batch["steps"][row]), int(batch["actions"][row, 0, -1])
         following = batch["following.state"][row]
-        best = max(range(3), key=lambda other, at=following: value(online, at, other))
+        best = max(range(3), key=lambda other, at=following: sum(value(online, each, at, other) for each in members))
         y = sum(gamma**step * float(reward) for step, reward in enumerate(batch["rewards"][row]))
         y -= penalty if choice else 0.0
-        y += 0.0 if batch["terminated"][row] else gamma**steps * value(target, following, best)
-        errors.append((value(online, batch["seen.state"][row], choice + 1) - y) ** 2)
+        ahead = min(value(target, each, following, best) for each in members)
+        y += 0.0 if batch["terminated"][row] else gamma**steps * ahead
+        y = min(max(y, returns[0]), returns[1])
+        errors += [(value(online, each, batch["seen.state"][row], choice + 1) - y) ** 2 for each in members]
     return sum(errors) / len(errors)
 
 
 def test_the_loss_of_a_gripper_is_double_q_learnings_written_down():
-    made = learner(GRIPPER, gamma=0.7, gripper_penalty=0.3)
+    # So narrow that targets are cut at either end: the least return is lower by a penalty in every step, for ever.
+    made, returns = learner(GRIPPER, gamma=0.7, gripper_penalty=0.3, returns=(0.0, 0.5)), (-0.3 / (1 - 0.7), 0.5)
     random = torch.Generator().manual_seed(3)
     with torch.no_grad():  # otherwise the trained and the target critics think the same best
         for parameter in made.module.target.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=random))
     batch = with_gripper(24, steps=3)
     batch["terminated"] = torch.arange(24) % 4 == 0
-    found = made._gripper_loss(batch, torch.ones(24))
-    assert float(found.mean().detach()) == pytest.approx(written_down(made, batch, 0.7, 0.3), rel=1e-5)
+    found = made._gripper_loss(batch, torch.ones(24), torch.Generator())
+    expected = written_down(made, batch, 0.7, 0.3, returns)
+    assert float(found.mean().detach()) == pytest.approx(expected, rel=1e-5)
+    for other in ((-math.inf, 0.5), (returns[0], math.inf)):
+        assert written_down(made, batch, 0.7, 0.3, other) > 1.01 * expected
 
 
 def test_critics_and_actor_do_not_depend_on_what_the_gripper_does():
@@ -210,7 +217,7 @@ def test_a_gripper_learns_when_to_close_and_when_to_open(penalty):
         batch |= {"seen.state": held[:, None].float(), "following.state": (held | (chosen == -1))[:, None].float()}
         made.learn({**batch, "rewards": over[:, None].float(), "terminated": over}, seed, actor=False)
     states = torch.tensor([[0.0], [1.0]])
-    found = made.policy.critic.choices({"state": states}).detach().T
+    found = made.policy.critic.choices({"state": states}).detach().mean(0).T
     torch.testing.assert_close(found.double(), worth, rtol=0.0, atol=0.05)
     acted = made.policy.act({"state": states}, generator=torch.Generator().manual_seed(0)).actions[:, 0, -1]
     assert acted.tolist() == (worth.argmax(1) - 1).tolist() == [-1 if penalty < 0.4 else 0, 1]
@@ -223,6 +230,7 @@ def test_a_gripper_learns_when_to_close_and_when_to_open(penalty):
         ({"alpha": 0.0}, "alpha=0"),
         ({"subset": 3}, "subset=3"),
         ({"gripper_penalty": 0.1}, "gripper=true"),
+        ({"returns": (1.0, 0.0)}, r"returns=\[1.0, 0.0\]"),
     ],
 )
 def test_a_bad_setting_is_named(settings, text):

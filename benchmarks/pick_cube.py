@@ -1,10 +1,9 @@
 """gym-hil's Franka arm that picks up a cube, by its state alone; its expert, and a script that intervenes.
 
     pip install gym-hil
-    python -m rlinf record --config benchmarks/pick_cube.yaml --episodes 10 --out DIR \\
+    python -m rlinf record --config benchmarks/pick_cube.yaml --episodes 2 --out DIR \\
       --expert benchmarks.pick_cube.expert
-    python launch.py --config benchmarks/pick_cube.yaml off_policy.demonstrations=DIR \\
-      env.intervener=benchmarks.pick_cube.person
+    python launch.py --config benchmarks/pick_cube.yaml off_policy.demonstrations=DIR
 
 gym-hil makes a renderer even where nothing is drawn, which needs OpenGL; here nothing is drawn, and none is made. It
 draws the cube's place from NumPy's global generator, which is seeded here with the episode. An action moves the hand by

@@ -252,6 +252,7 @@ class SacTrainer(RememberingTrainer):
             seed = mix(self._seed, self._studied, 1)
             self._studied += 1
             demos = self._demos.draw(self._replay_settings.batch, seed)
+            demos["others"] = torch.ones(len(demos["steps"]), dtype=torch.bool)
             parts.append(self._sac.learn(demos, seed, actor=self._studied % self._replay_settings.actor_every == 0))
         return {**self._learned(parts), **self._sac.numbers()}
 
@@ -302,7 +303,8 @@ class SacTrainer(RememberingTrainer):
             counts = [count - corrected, corrected]
         drawn = [(self._replay, settings.batch - count, 0), *zip(others, counts, (1, 3), strict=False)]
         parts = [buffer.draw(rows, seed, place) for buffer, rows, place in drawn if rows]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return {**rows, "others": torch.arange(settings.batch) >= settings.batch - count}
 
     def _read_demos(self, directory: Path) -> ReplayBuffer:
         demonstrations = read_demonstrations(

@@ -25,7 +25,7 @@ from rlinf.algos.critic_losses import pessimistic, soft_target
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.rng import mix
 from rlinf.models.policy.actor_critic import perceptron
-from rlinf.models.policy.base import Stored, at_level, uniforms
+from rlinf.models.policy.base import at_level, uniforms
 from rlinf.models.policy.sac import SoftPolicy
 from rlinf.training.embodied.replay import (
     IqlSettings,
@@ -79,11 +79,12 @@ class SacLearner:
             )
         if self.targets and policy.config.batch_norm:
             raise ValueError("soft actor-critic: policy.settings.batch_norm is for algorithm: crossq alone")
-        if settings.gripper_penalty and not policy.config.gripper:
-            raise ValueError(
-                f"soft actor-critic: gripper_penalty={settings.gripper_penalty} is for a policy that chooses what its "
-                "gripper does: set policy.settings.gripper=true"
-            )
+        for key in ("gripper_penalty", "gripper_margin"):
+            if getattr(settings, key) and not policy.config.gripper:
+                raise ValueError(
+                    f"soft actor-critic: {key}={getattr(settings, key)} is for a policy that chooses what its gripper "
+                    "does: set policy.settings.gripper=true"
+                )
         self.policy, self.settings, self._mesh = policy, settings, mesh
         self.module = SacModule(policy, settings.alpha, targets=self.targets)
         self._actor, self._critic, self._alpha = policy.without_critic(), policy.of_critic(), [self.module.log_alpha]
@@ -108,7 +109,7 @@ class SacLearner:
         place in the batch alone.
 
         Args:
-            batch: of `replay.transitions`, B rows.
+            batch: of `replay.transitions`, B rows, and to imitate anybody `others`, bool [B]: they did these.
             seed: of what is drawn.
             actor: step actor and temperature too.
 
@@ -130,7 +131,7 @@ class SacLearner:
         if self.targets:
             follow(self.module.target, self.policy.critic, self.settings.tau)
         if actor:
-            gathered = gathered.watching(self._actor_step(inputs_of(mine, "seen."), now, mask).metrics)
+            gathered = gathered.watching(self._actor_step(mine, now, mask).metrics)
         return gathered
 
     @torch.no_grad()
@@ -180,22 +181,39 @@ class SacLearner:
             following = inputs_of(mine, "following.")
             best = critic.choices(following).mean(0).argmax(0)
             ahead = target.choices(following)[:, best, torch.arange(len(best), device=best.device)]
-        return critic_losses.choices(
-            critic.choices(inputs_of(mine, "seen.")),
-            choice.long() + 1,
+        values, number = critic.choices(inputs_of(mine, "seen.")), choice.long() + 1
+        loss = critic_losses.choices(
+            values,
+            number,
             rewards_of(mine, settings.gamma) - settings.gripper_penalty * choice.abs(),
             pessimistic(ahead, subset=settings.subset, generator=generator),
             mask,
             discount=settings.gamma ** mine["steps"] * ~mine["terminated"],
             returns=_with_penalties(settings),
         )
+        if settings.gripper_margin:
+            short = critic_losses.margin(values, number, mask & mine["others"], margin=settings.gripper_margin)
+            loss = loss.plus(short)
+        return loss
 
-    def _actor_step(self, inputs: Stored, noise: Tensor, mask: Tensor) -> LossSum:
+    def _imitation(self, mine: Rows, mask: Tensor) -> LossSum:
+        """The loss of the likeliest moves where others showed theirs, of those actions of a chunk that they did."""
+        likeliest, _ = self.policy.proposed(inputs_of(mine, "seen."), None)
+        theirs = mine["actions"][..., : self.policy.numbers]
+        done = torch.arange(theirs.shape[1], device=theirs.device) < mine["steps"][:, None]
+        moves, theirs = (torch.where(done[..., None], torch.tanh(each), 0.0) for each in (likeliest, theirs))
+        return critic_losses.likeness(moves.flatten(1), theirs.flatten(1), mask & mine["others"])
+
+    def _actor_step(self, mine: Rows, noise: Tensor, mask: Tensor) -> LossSum:
+        inputs = inputs_of(mine, "seen.")
         actions, numbers = self.policy.proposed(inputs, noise)
         logprobs = at_level(numbers, "chunk")
         values = self.policy.critic(self.policy.judged(inputs, actions))
         value = pessimistic(values) if self.settings.subset is None else values.mean(0)
-        gathered = self._step(critic_losses.actor(logprobs, value, mask, alpha=self.alpha), self._actor)
+        loss = critic_losses.actor(logprobs, value, mask, alpha=self.alpha)
+        if self.settings.imitation:
+            loss = loss.plus(self._imitation(mine, mask), self.settings.imitation)
+        gathered = self._step(loss, self._actor)
         if self.settings.alpha_lr == 0.0:
             return gathered
         loss = critic_losses.temperature(self.module.log_alpha[0], logprobs, mask, target_entropy=self._entropy)

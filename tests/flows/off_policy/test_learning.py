@@ -225,7 +225,9 @@ def test_a_batch_has_its_share_of_others_and_each_of_them_equally_often(demos, c
         return made
 
     trainer._replay, trainer._demos, trainer._corrections = buffer(0, 9), buffer(1, demos), buffer(2, corrections)
-    counts = trainer._drawn(7)["kind"].bincount(minlength=3)
+    batch = trainer._drawn(7)
+    counts = batch["kind"].bincount(minlength=3)
+    assert torch.equal(batch["others"], batch["kind"] > 0)
     others = round(share * 4096) if demos + corrections else 0
     assert counts.tolist()[0] == 4096 - others
     fair = others * corrections / max(demos + corrections, 1)

@@ -147,7 +147,7 @@ def with_gripper(count, *, steps=1, seed=0):
     return {**batch, "steps": torch.randint(1, steps + 1, (count,), generator=random)}
 
 
-def written_down(learner, batch, gamma, penalty, returns):
+def written_down(learner, batch, gamma, penalty, returns, margin=0.0):
     """The loss of a gripper's values, transition by transition, in float64."""
 
     def value(critic, member, state, choice):
@@ -168,7 +168,12 @@ def written_down(learner, batch, gamma, penalty, returns):
         ahead = min(value(target, each, following, best) for each in members)
         y += 0.0 if batch["terminated"][row] else gamma**steps * ahead
         y = min(max(y, returns[0]), returns[1])
-        errors += [(value(online, each, batch["seen.state"][row], choice + 1) - y) ** 2 for each in members]
+        for each in members:
+            worth = [value(online, each, batch["seen.state"][row], other) for other in range(3)]
+            errors.append((worth[choice + 1] - y) ** 2)
+            if margin and batch["others"][row]:
+                ahead = max(number + margin * (other != choice + 1) for other, number in enumerate(worth))
+                errors[-1] += ahead - worth[choice + 1]
     return sum(errors) / len(errors)
 
 
@@ -198,6 +203,31 @@ def test_critics_and_actor_do_not_depend_on_what_the_gripper_does():
 
     closed, opened = learned(-1.0), learned(1.0)
     assert all(torch.equal(tensor, opened[name]) for name, tensor in closed.items())
+
+
+def test_what_others_did_with_a_gripper_is_held_to_be_better_and_all_else_is_not():
+    made, batch = learner(GRIPPER, gamma=0.7, gripper_margin=0.3), {**with_gripper(24), "others": torch.arange(24) < 8}
+    found = made._gripper_loss(batch, torch.ones(24, dtype=torch.bool), torch.Generator())
+    unbounded = (-math.inf, math.inf)
+    assert float(found.mean().detach()) == pytest.approx(written_down(made, batch, 0.7, 0.0, unbounded, 0.3), rel=1e-5)
+    assert written_down(made, batch, 0.7, 0.0, unbounded) < float(found.mean().detach()) - 0.01
+
+
+def test_the_actor_goes_where_others_went_and_where_nobody_did_the_critics_alone_lead_it():
+    def learned(imitation, others):
+        made = learner({"chunk": 2}, lr=1e-2, alpha=1e-6, alpha_lr=0.0, imitation=imitation)
+        constant(made.policy.critic, 0.0, 0.0)  # which say nothing of where to go
+        batch = {**transition(64, chunk=2), "others": torch.full((64,), others)}
+        batch["actions"][:, 0], batch["actions"][:, 1] = math.atanh(0.6), math.atanh(-0.2)
+        batch["steps"][::2] = 1  # the second action was not done there: it says nothing
+        batch["actions"][::2, 1] = 3.0
+        for _ in range(150):
+            made._actor_step(batch, torch.full((64, 2), 0.5, dtype=torch.float64), torch.ones(64, dtype=torch.bool))
+        return torch.tanh(made.policy.proposed({"state": batch["seen.state"]}, None)[0]).detach()
+
+    led = learned(1.0, True)
+    torch.testing.assert_close(led[:, :, 0], torch.tensor([[0.6, -0.2]]).expand(64, 2), rtol=0.0, atol=0.05)
+    assert torch.equal(learned(1.0, False), learned(0.0, True))
 
 
 @pytest.mark.parametrize("penalty", [0.1, 0.5])
@@ -230,6 +260,7 @@ def test_a_gripper_learns_when_to_close_and_when_to_open(penalty):
         ({"alpha": 0.0}, "alpha=0"),
         ({"subset": 3}, "subset=3"),
         ({"gripper_penalty": 0.1}, "gripper=true"),
+        ({"gripper_margin": 0.1}, "gripper_margin=0.1.*gripper=true"),
         ({"returns": (1.0, 0.0)}, r"returns=\[1.0, 0.0\]"),
     ],
 )

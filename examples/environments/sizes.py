@@ -7,5 +7,10 @@ SAYS = "{% for m in messages %}{{ m.content.split('THE RING')[-1][:330] }}{{ eos
 
 TINY = {"tokenizer": {"characters": "".join(map(chr, range(32, 127))) + "\n"}, "data.chat_template": SAYS}
 TINY |= {"prompts_per_step": 16, "group_size": 8, "evaluation.problems": 32, "sft.batch_size": 32, "lr": 1e-3}
-REAL = {"prompts_per_step": 4, "group_size": 4, "evaluation.problems": 8, "sft.batch_size": 8, "lr": 1e-5}
+REAL = {"prompts_per_step": 4, "group_size": 4, "evaluation.problems": 8, "sft.batch_size": 8, "lr": 5e-5}
 REAL |= {"sft.episodes": 64, "sft.lr": 1e-4, "rollout.dtype": "bfloat16", "trainer.dtype": "bfloat16"}
+ONE = "{{ m.content.split('THE RING')[-1][:330] }}<|im_end|>\n"
+SHORT = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + ONE + "{% endfor %}"
+SHORT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+"""Of marble's 650 tokens the real model is shown the 140 that differ from task to task: a quarter of the time."""
+MORE = {("verifiers", False): {"lr": 2e-4}, ("verifiers", True): {"data.chat_template": SHORT}}

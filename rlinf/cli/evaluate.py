@@ -21,7 +21,6 @@ from rlinf.actors.judge import RewardError
 from rlinf.agents.agent import Agent, opened
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
-from rlinf.data.datasets.benchmarks import benchmarks_of
 from rlinf.data.datasets.load import Data
 from rlinf.data.datasets.source import counted
 from rlinf.data.sample import Evaluation, NotScored
@@ -30,13 +29,13 @@ from rlinf.flows.session import RunSession
 from rlinf.metrics.alarms import failures_text
 from rlinf.metrics.report import measure_of
 from rlinf.placement.seats import TEXT, place
-from rlinf.rewards.base import OFFERED, Reward, ScoreCounts
+from rlinf.rewards.base import ScoreCounts
 from rlinf.runs.data import load_data_of
 from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
 from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
 from rlinf.runs.prepare import InMemory, with_tasks
-from rlinf.runs.roles import Roles, configured_agent, naming, running_of, spawn_roles
+from rlinf.runs.roles import Roles, configured_agent, running_of, spawn_roles
 from rlinf.runs.text import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 
@@ -64,7 +63,6 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
     data = load_data_of(config, with_tasks(InMemory(agent=agent), config))
     if not (data.held_out or data.named):
         raise InputError("evaluation.data: name problems to evaluate on")
-    _check_rewards(config, data)
     answers = None
     if data.named and output is not None:
         answers = AnswerFile(output, model_mark(str(config.model.path)), config.seed)
@@ -96,20 +94,6 @@ async def evaluate_model(system: ActorSystem, config: RunConfig, output: Path | 
         await asyncio.to_thread(output.write_text, "".join(lines), encoding="utf-8")
         print(f"answers: {output}")
     return outcome
-
-
-def _check_rewards(config: RunConfig, data: Data) -> None:
-    """See that the reward of each benchmark is given what it takes, and can work here.
-
-    Raises:
-        ConfigError: one is not.
-    """
-    for name, benchmark in benchmarks_of(config.evaluation.named).items():
-        columns = {column for prompt in data.named[name] for column in prompt.row}
-        with naming(f"evaluation.named.{name}.reward", benchmark.reward):
-            reward = Reward.of(benchmark.reward, benchmark.args, make=False)
-            reward.check((*OFFERED, "answer", "prompt", *columns))
-            reward.ready()
 
 
 def _checked_agent(config: RunConfig) -> Agent | None:

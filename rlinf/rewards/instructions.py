@@ -10,7 +10,8 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal
+from importlib import import_module
+from typing import Any, Literal, get_args
 
 from rlinf.rewards.base import Score, after_thought
 
@@ -36,7 +37,7 @@ def instructions(
         response: what the model wrote.
         instruction_id_list: kinds of the instructions, such as "length_constraints:number_words".
         kwargs: what each of them asks for, such as {"relation": "at least", "num_words": 300}; None is as not there.
-        sentences: where sentences end.
+        sentences: where sentences end. Where it is given, the packages are looked for before the run begins.
 
     Raises:
         ImportError: a package is not installed by which an instruction is checked.
@@ -53,6 +54,25 @@ def instructions(
         loose.append(strict[-1] or any(follows(each) for each in _others(text) if each.strip()))
     parts = {"instructions": sum(strict) / len(strict), "loose": float(all(loose))}
     return Score(float(all(strict)), parts)
+
+
+def _ready(**args: Any) -> None:
+    """See before a run begins that all kinds can be checked, where `sentences` is bound.
+
+    Where it is not, rows may be of kinds that need no package.
+
+    Raises:
+        ImportError: a package is not installed, or has not its data.
+        ValueError: `sentences` is nothing that there is.
+    """
+    if "sentences" in args:
+        if args["sentences"] not in get_args(Sentences):
+            raise ValueError(f"reward instructions: sentences is {args['sentences']!r}, none of {get_args(Sentences)}")
+        import_module("langdetect")
+        _splitter(args["sentences"])
+
+
+instructions.__ready__ = _ready  # type: ignore[attr-defined]
 
 
 def _others(text: str) -> Iterator[str]:

@@ -167,11 +167,17 @@ def scores_alone(config: RunConfig, passed: RewardSource | None) -> bool:
 
 
 def check_reward(config: RunConfig, data: Data, passed: RewardSource | None) -> None:
-    """See that rows have what the reward takes.
+    """See that rows have what the reward takes; and benchmarks what theirs do, which are to work on this machine, too.
 
     Raises:
-        InputError: it takes a column that there is not.
+        InputError, ConfigError: it takes a column that there is not; or a benchmark's reward does, or cannot work here.
     """
+    for name, benchmark in benchmarks_of(config.evaluation.named).items():
+        columns = {column for prompt in data.named[name] for column in prompt.row}
+        with naming(f"evaluation.named.{name}.reward", benchmark.reward):
+            own = Reward.of(benchmark.reward, benchmark.args, make=False)
+            own.check((*OFFERED, "answer", "prompt", *columns))
+            own.ready()
     reward = config.reward
     if data.columns:  # they are not known yet where rows come one by one
         try:

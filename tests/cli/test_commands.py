@@ -94,8 +94,7 @@ def test_a_runs_directory_without_a_model_is_refused_by_its_name(tmp_path, capsy
     ("entry", "wrong"), [({"args": {"uri": "x"}}, "uri"), ({"reward": "rlinf.rewards.instructions"}, "kwargs")]
 )
 def test_a_benchmark_whose_reward_is_not_given_what_it_takes_is_refused_by_its_key(entry, wrong, tmp_path):
-    from rlinf.cli.evaluate import _check_rewards  # here: it imports torch
-    from rlinf.runs.data import load_data_of
+    from rlinf.runs.data import check_reward, load_data_of  # here: it imports torch
     from rlinf.runs.rules import load_config
 
     path = tmp_path / "facts.jsonl"
@@ -103,4 +102,4 @@ def test_a_benchmark_whose_reward_is_not_given_what_it_takes_is_refused_by_its_k
     named = {"simpleqa": {"data": str(path), **entry}}
     config = load_config(None, [f"evaluation.named={json.dumps(named)}", "evaluation.problems=4"])
     with pytest.raises(ConfigError, match=rf"evaluation\.named\.simpleqa\.reward.*{wrong}"):
-        _check_rewards(config, load_data_of(config))
+        check_reward(config, load_data_of(config), None)

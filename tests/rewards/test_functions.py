@@ -6,6 +6,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlinf.rewards.base import Reward
 from rlinf.rewards.exact import exact, facts
 from rlinf.rewards.format import format
 from rlinf.rewards.function_calls import calls_in
@@ -129,6 +130,18 @@ async def test_without_a_judge_the_words_of_a_fact_must_stand_in_the_response(sa
 def test_instructions_are_all_followed_or_in_part_or_but_for_what_stands_around_the_answer(said, scores):
     score = instructions(said, ["punctuation:no_comma", "startend:quotation"], [{}, {}])
     assert (score.value, score.scores["instructions"], score.scores["loose"]) == scores
+
+
+def test_what_sentences_are_counted_by_is_looked_for_before_a_run_where_it_is_named(monkeypatch):
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", ["/none"])
+    ready = {each: Reward.of("rlinf.rewards.instructions", {"sentences": each}).ready for each in ("trained", "plain")}
+    Reward.of("rlinf.rewards.instructions").ready()  # rows may be of kinds that count none
+    ready["plain"]()
+    with pytest.raises(ImportError, match="punkt_tab"):
+        ready["trained"]()
+    with pytest.raises(ValueError, match="sentences is 'short'"):
+        Reward.of("rlinf.rewards.instructions", {"sentences": "short"}).ready()
 
 
 @pytest.mark.parametrize(

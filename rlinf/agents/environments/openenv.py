@@ -13,7 +13,7 @@ import json
 import string
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, Self
 
 import aiohttp
 
@@ -21,6 +21,7 @@ from rlinf.agents.environments import HeldOut, Seconds, Seeded, Size, checked
 from rlinf.agents.environments.server import Command, Server
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.tasks import cancel_all
 
 _LONGEST = 1 << 26
 """Bytes of an observation."""
@@ -93,7 +94,7 @@ class OpenEnv(Seeded):
         """
         messages = [{"role": "system", "content": self._instructions}] if self._instructions else []
         total, steps = 0.0, 0
-        async with await self._server.reach(self._session) as session:
+        async with _Session(await self._server.reach(self._connected)) as session:
             state = await self._asked(session, "reset", {"seed": task.row["seed"]})
             while not state["done"] and steps < self._turns:
                 messages.append({"role": "user", "content": self._text(state["observation"])})
@@ -101,19 +102,16 @@ class OpenEnv(Seeded):
                 messages.append(answer.message)
                 state = await self._asked(session, "step", {self._action: answer.text})
                 total, steps = total + state["reward"], steps + 1
-            await session.send_json({"type": "close"})
+            await session.ends()
         return Score(total, {"done": float(state["done"]), "turns": float(steps)})
 
-    async def _session(self) -> aiohttp.ClientWebSocketResponse:
+    async def _connected(self) -> aiohttp.ClientWebSocketResponse:
         return await self._server.http.ws_connect(f"{self._server.url}/ws", max_msg_size=_LONGEST)
 
-    async def _asked(
-        self, session: aiohttp.ClientWebSocketResponse, kind: str, data: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    async def _asked(self, session: _Session, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         try:
             async with asyncio.timeout(self._timeout):
-                await session.send_json({"type": kind, "data": data})
-                answer = await session.receive()
+                answer = await session.ask({"type": kind, "data": data})
         except TimeoutError as error:
             raise RuntimeError(f"openenv: {kind}: no answer within {self._timeout:g} s (agent.args.timeout)") from error
         return _state(answer, kind)
@@ -162,6 +160,43 @@ class OpenEnv(Seeded):
             named = f" has no {self._action!r}" if self._action else ""
             raise UserError(f"openenv: agent.args.action{named}: name the field that takes the text: {fields}")
         return fields[0]
+
+
+class _Session:
+    """A connection to a server, which is listened to while the model thinks, too.
+
+    Pings are answered by nobody but who listens, and a server whose pings are not answered hangs up: uvicorn after
+    40 s, in which a large model has not ended its turn.
+
+    Args:
+        socket: the connection.
+    """
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def __aenter__(self) -> Self:
+        self._listen()
+        return self
+
+    async def __aexit__(self, *error: Any) -> None:
+        await cancel_all([self._coming])
+        await self._socket.close()
+
+    async def ask(self, question: Mapping[str, Any]) -> aiohttp.WSMessage:
+        """Put a question, unless the server has hung up; what it says next."""
+        if not self._socket.closed:
+            await self._socket.send_json(question)
+        answer = await self._coming
+        self._listen()
+        return answer
+
+    async def ends(self) -> None:
+        """Tell the server that the session is over."""
+        await self._socket.send_json({"type": "close"})
+
+    def _listen(self) -> None:
+        self._coming = asyncio.create_task(self._socket.receive(), name="what a server of OpenEnv says")
 
 
 def _state(answer: aiohttp.WSMessage, kind: str) -> dict[str, Any]:

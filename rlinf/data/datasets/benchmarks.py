@@ -127,6 +127,7 @@ KNOWN: Mapping[str, Benchmark] = {
         {"prompt": "prompt", "answer": None},
         None,
         reward="rlinf.rewards.instructions",
+        args={"sentences": "trained"},
         problems=541,
         **_ONCE,
     ),

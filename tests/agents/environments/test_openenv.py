@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -53,6 +55,12 @@ async def url():
         await socket.close()
         return socket
 
+    async with serving(session) as where:
+        yield where
+
+
+@contextlib.asynccontextmanager
+async def serving(session):
     async def schema(request):
         return web.json_response({"action": {"properties": FIELDS}})
 
@@ -64,6 +72,32 @@ async def url():
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     await runner.cleanup()
+
+
+async def test_a_servers_pings_are_answered_while_the_model_thinks():
+    answered, thoughts = asyncio.Event(), []
+
+    async def session(request):
+        socket = web.WebSocketResponse(autoping=False)
+        await socket.prepare(request)
+        for done in (False, True):
+            await socket.receive()
+            await socket.send_json({"type": "observation", "data": {"observation": {}, "reward": 1, "done": done}})
+            if not done:
+                await socket.ping()
+                assert (await socket.receive()).type is aiohttp.WSMsgType.PONG
+                answered.set()
+        await socket.close()
+        return socket
+
+    async def think(messages):
+        await answered.wait()
+        thoughts.append(messages)
+        return SimpleNamespace(message={"role": "assistant", "content": "7"}, text="7")
+
+    async with serving(session) as url, OpenEnv(url) as environment:
+        score = await environment(SimpleNamespace(row={"seed": 0}), SimpleNamespace(chat=think))
+    assert (score.value, len(thoughts)) == (1.0, 1)
 
 
 async def played(environment, seed, *lines):

@@ -17,8 +17,8 @@ from unittest.mock import patch
 
 from rlinf.config.load import ConfigError
 from rlinf.runs.dry_run.footprint import GB, spread_of
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import prepare
 
 CONFIG = Path(__file__).parents[2] / "configs" / "gpu" / "qwen2.5.yaml"
 WIDTH = 8

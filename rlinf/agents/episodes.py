@@ -51,10 +51,10 @@ from rlinf.agents.outcome import (
     send_spans,
     unjudged,
 )
-from rlinf.agents.record import Call, Record
+from rlinf.agents.record import Asked, Call, Record
 from rlinf.config.load import RunFailure
 from rlinf.data.sample import Group, Prompt, Sample
-from rlinf.engines.base import PartialAnswer
+from rlinf.engines.base import Completion, PartialAnswer, PartialGroup, Request, Sampling
 from rlinf.metrics.tracing import spans_here
 from rlinf.runtime.base.errors import RuntimeFault, UserError, defined_at
 from rlinf.runtime.base.tasks import cancel_all, start_thread
@@ -565,3 +565,7 @@ def _ended_by(error: SystemExit | GeneratorExit | Stopped) -> Exception:
     if isinstance(error, Stopped):
         return error.why
     return UserError(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+
+
+KINDS: tuple[type[Any], ...] = (PartialGroup, Completion, PartialAnswer, Request, Sampling, OpenTask, Call, Asked)
+"""Dataclasses of which half answers and open tasks are made, for checkpoints."""

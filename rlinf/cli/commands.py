@@ -181,8 +181,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     output = None if options.output is None or options.harness else output_file(options.output)
     from rlinf.cli.evaluate import evaluate_model
     from rlinf.cli.harness import HarnessRun, evaluate_with
-    from rlinf.runs.prepare import prepare, refuse_idle
-    from rlinf.runs.start import run_to_end
+    from rlinf.runs.prepare import refuse_idle
+    from rlinf.runs.start import prepare, run_to_end
 
     async def main(system: ActorSystem) -> None:
         if options.harness is None:

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from rlinf.actors.judge import RewardError
 from rlinf.agents.agent import Agent, opened
+from rlinf.agents.configuration import configured_agent
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure
 from rlinf.config.text import RunConfig
 from rlinf.data.datasets.load import Data
@@ -35,7 +36,7 @@ from rlinf.runs.dry_run.models import policy_model
 from rlinf.runs.dry_run.transformer import by_kind
 from rlinf.runs.evaluation import PASS, AnswerFile, answers_of, evaluate_named, evaluate_on, model_mark, with_benchmarks
 from rlinf.runs.prepare import InMemory, with_tasks
-from rlinf.runs.roles import Roles, configured_agent, running_of, spawn_roles
+from rlinf.runs.roles import Roles, running_of, spawn_roles
 from rlinf.runs.text import roles_to_start
 from rlinf.runtime.system.system import ActorSystem
 

@@ -139,7 +139,8 @@ def describe(config: RunConfig | EmbodiedConfig, hosts: int, *, whole: bool = Fa
     """
     from rlinf.runs.data import look_at_data  # torch comes with these, which takes seconds
     from rlinf.runs.dry_run.transformer import device_kind, elsewhere
-    from rlinf.runs.prepare import prepare, refuse_idle
+    from rlinf.runs.prepare import refuse_idle
+    from rlinf.runs.start import prepare
 
     if not (isinstance(config, RunConfig) and elsewhere(config.placement)):
         check_output(config)

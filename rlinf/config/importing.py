@@ -125,6 +125,9 @@ _MOVED = {
 }
 """Modules, and the older names below `rlinf` of what is in them now: they stand in configurations and checkpoints."""
 
+RAISED = (Exception, SystemExit)
+"""Exceptions that code named by a user may raise: anything, and `sys.exit` too."""
+
 _SCRIPT = "__main__."
 """What paths into the script that runs begin with: no file can be found by that name, and none has to be imported."""
 

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.packing import Row
 from rlinf.data.sample import Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _NOWHERE = -1
 """End of a token within a character."""

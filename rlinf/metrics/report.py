@@ -16,9 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, TextIO
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.text import RunConfig
@@ -35,6 +33,9 @@ from rlinf.runtime.base.errors import ActorDied
 from rlinf.runtime.devices.memory import DeviceMemory
 from rlinf.runtime.system.observer import Watch
 from rlinf.storage.directory import Checkpoint, RunDirectory, previous_runs, size_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 ACCURACY_COLUMN = "accuracy"
 SHOWN = 5

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from rlinf.config.common import CommonConfig
-from rlinf.config.importing import resolve
+from rlinf.config.importing import RAISED, resolve
 from rlinf.config.load import Problem, RunFailure
 from rlinf.config.schema import nearest
-from rlinf.runs.roles import RAISED, problem
+from rlinf.runs.roles import problem
 
 if TYPE_CHECKING:
     from rlinf.metrics.alarms import Alarm

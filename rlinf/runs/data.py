@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from rlinf.actors.judge import try_reward
+from rlinf.agents.configuration import check_tools_shown
 from rlinf.config.learning import REWARD_MODEL, SFT, SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
@@ -34,7 +35,7 @@ from rlinf.metrics.alarms import DEFAULT_REWARD, right_answers
 from rlinf.models.language.sources import limits, pictures_of
 from rlinf.rewards.base import OFFERED, Reward, RewardSource
 from rlinf.runs.prepare import InMemory, RunPlan
-from rlinf.runs.roles import check_tools_shown, naming
+from rlinf.runs.roles import naming
 
 
 def read_from(config: RunConfig, objects: InMemory | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Builds the roles of a run of a policy that acts: simulators, the policy that fits them, and its trainer.
+"""Plans and builds the roles of a run of a policy that acts: simulators, the policy that fits them, and its trainer.
 
-In: an `EmbodiedConfig`. Out: running roles.
+In: an `EmbodiedConfig`. Out: the run's `RunPlan`, or every mistake that only importing shows; and running roles.
 """
 
 from __future__ import annotations
@@ -22,10 +22,12 @@ from rlinf.actors.off_policy_trainer import DaggerTrainer, SacTrainer
 from rlinf.actors.policy import DaggerPolicy, PolicyActor
 from rlinf.actors.policy_trainer import ImitationTrainer, PolicyTrainer
 from rlinf.actors.world_trainer import WorldTrainer
-from rlinf.algos.algorithms import AlgorithmSpec
+from rlinf.algos import recipes
+from rlinf.algos.algorithms import AlgorithmSpec, Gae, GroupRelative
 from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig, EnvConfig, EvalSuite
 from rlinf.config.importing import resolve
-from rlinf.config.load import InputError
+from rlinf.config.load import ConfigError, InputError
+from rlinf.data.step import works_ahead
 from rlinf.envs.base import CannotSimulate
 from rlinf.envs.interventions import Overridable, mistake_in_intervener
 from rlinf.envs.learned import ENSEMBLE, fitted_world, make_world
@@ -34,8 +36,18 @@ from rlinf.envs.workers import EnvironmentLost
 from rlinf.envs.wrappers import Mixture, Scored
 from rlinf.models.policy.build import build_policy_model, configured, fitted
 from rlinf.models.policy.sac import CHOICES
-from rlinf.placement.seats import Placed
-from rlinf.runs.dry_run.embodied import horizon_mistake, horizon_warning, shapes_of, shown_of, statistics_settings
+from rlinf.placement.seats import CONTROL, INSIDE, Placed
+from rlinf.runs import prepare
+from rlinf.runs.callbacks import Callbacks
+from rlinf.runs.dry_run.embodied import (
+    check_memory,
+    horizon_mistake,
+    horizon_warning,
+    shapes_of,
+    shown_of,
+    statistics_settings,
+    unusable,
+)
 from rlinf.runs.dry_run.footprint import control_footprints
 from rlinf.runs.prepare import RunPlan
 from rlinf.runs.roles import Role, Roles, spawn_roles
@@ -53,6 +65,96 @@ _UNUSABLE = (CannotSimulate, ChildDied, EnvironmentLost, OSError, ImportError, T
 """Errors of simulators and policies that cannot be made, or do not fit together."""
 _ERROR = re.compile(r"[\w.]*(?:Error|Missing\w+|CannotSimulate): (.+)")
 """The last line of a traceback."""
+
+
+def acting_flow_of(config: EmbodiedConfig) -> str:
+    """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
+    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
+    if config.world.model is not None:
+        return config.flow or "rlinf.flows.embodied.model_based"
+    return config.flow or usual.get(config.algorithm.name, "rlinf.flows.embodied")
+
+
+def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec | None:
+    """The algorithm of a run in which a policy acts; None if it learns from single transitions or from an expert.
+
+    Raises:
+        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
+    """
+    algorithm = config.algorithm
+    if algorithm.name in (*OFF_POLICY, DAGGER, IMITATION):
+        return None
+    places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
+    values = {place: getattr(algorithm, place) for place in places}
+    changes = {place: value for place, value in values.items() if value != prepare.AS_IN_THE_RECIPE.get(place, {})}
+    return recipes.get(algorithm.name, changes, resolve=prepare.imported_part, acting=True)
+
+
+def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> Iterator[tuple[str, Any, str]]:
+    """(key, value, advice) for what the algorithm of a run that acts cannot do, or makes nothing of.
+
+    Args:
+        config: of the run.
+        algorithm: None for sac and its like, dagger and imitation.
+    """
+    wanted = config.algorithm
+    if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
+        advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
+        yield "env.fresh", "false", advice
+    if algorithm is None:
+        return  # `embodied.keys` says which keys its like reads
+    if wanted.reward_scaling and not isinstance(algorithm.advantage, Gae):
+        yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
+    for name in ("filter_returns", "filter_success"):
+        if (bounds := getattr(wanted, name)) is None:
+            continue
+        if not isinstance(algorithm.advantage, GroupRelative):
+            yield f"algorithm.{name}", bounds, f"{wanted.name} has no groups to choose from: take grpo, or remove it"
+        elif bounds[0] > bounds[1]:
+            yield f"algorithm.{name}", bounds, "the first bound is the lower one"
+    if wanted.entropy_schedule != "constant" and not algorithm.entropy_bonus:
+        advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
+        yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice
+
+
+def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
+    """Import what a configuration names, and check what only that can show; see `start.prepare`.
+
+    Raises:
+        ConfigError: with every mistake.
+    """
+    from rlinf.flows.sac import sac
+
+    algorithm = prepare.algorithm_from(config.algorithm.name, lambda: control_algorithm_of(config))
+    path = acting_flow_of(config)
+    flow, model, items = prepare.imported(path), _described(config), config.env.num_envs
+    kinds = CONTROL if config.world.model is None else INSIDE
+    inside = [kind.name for kind in INSIDE if kind not in CONTROL]
+    needed = () if kinds is CONTROL else inside
+    in_flow = prepare.flow_problems(path, flow, tuple(kind.name for kind in CONTROL), needed, inside)
+    problems = [*in_flow, *unusable(config), *prepare.tracker_problems(config.metrics)]
+    problems += [prepare.key_problem(*each) for each in mistakes_acting(config, algorithm)]
+    if config.placement.mode == "auto" and flow is sac and algorithm is None:
+        advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
+        problems.append(prepare.key_problem("placement.mode", "auto", advice))
+    callbacks = Callbacks.of(config.callbacks, problems)
+    if problems:
+        raise ConfigError(problems)
+    staleness = config.algorithm.staleness if works_ahead(flow) else 0
+    step = prepare.ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
+    placed, choice = prepare.planned(config.placement, kinds, hosts, step)
+    check_memory(config, placed)
+    return RunPlan(
+        **vars(step), algorithm=algorithm, kinds=kinds, placed=placed, chosen=choice, held={}, callbacks=callbacks
+    )
+
+
+def _described(config: EmbodiedConfig) -> str:
+    env, policy = config.env, config.policy
+    settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
+    world = config.world
+    learned = "" if world.model is None else f", {world.steps} x {world.horizon} decisions in {world.model}"
+    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices{learned}"
 
 
 async def start_roles(

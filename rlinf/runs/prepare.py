@@ -2,8 +2,9 @@
 
 In: a configuration that is right by itself. Out: a `RunPlan`, with the flow, the algorithm, the rewards and where roles
 run; or one `ConfigError` with every mistake. No process or device is touched. Each kind of run has its builder:
-`prepare_text`, `prepare_embodied`, `prepare_supervised`. An algorithm is its recipe, with the parts that were changed
-and the limits of this run.
+`prepare_text` and `prepare_supervised` here, `prepare_embodied` beside the roles that it plans (`embodied_roles`);
+`start.prepare` chooses. An algorithm is its recipe, with the parts that were changed and the limits of this run. What
+only text needs is imported where it is used: runs that act plan here too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from rlinf.agents.agent import Agent, LastingAgent
-from rlinf.agents.player import Player
 from rlinf.algos import algorithms, recipes
 from rlinf.algos.algorithms import (
     AlgorithmSpec,
@@ -28,38 +27,25 @@ from rlinf.algos.algorithms import (
     Decoupled,
     Distillation,
     Divergence,
-    Gae,
-    GroupRelative,
     Rejection,
 )
 from rlinf.config.common import Placing, TrackingConfig
-from rlinf.config.embodied import DAGGER, IMITATION, OFF_POLICY, EmbodiedConfig
-from rlinf.config.importing import mistake_in, resolve
-from rlinf.config.learning import DPO, REWARD_MODEL, SFT, SUPERVISED, NamedTeacher, TeacherConfig
+from rlinf.config.importing import RAISED, mistake_in, resolve
+from rlinf.config.learning import DPO, REWARD_MODEL, SFT, NamedTeacher, TeacherConfig
 from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RewardConfig, RunConfig
-from rlinf.data.datasets.source import ListRows, Source
 from rlinf.data.step import works_ahead
-from rlinf.engines.base import lacking, no_drafts, no_rounding, unable
 from rlinf.metrics.machine import machine
 from rlinf.metrics.trackers import missing, wanted_trackers
 from rlinf.placement.grammar import PlacementError, TooFewGpus
 from rlinf.placement.profile import load
-from rlinf.placement.seats import CONTROL, INSIDE, TEXT, Placed, RoleKind, place, placed_by, split_complaint
-from rlinf.rewards.base import Reward, RewardSource
+from rlinf.placement.seats import TEXT, Placed, RoleKind, place, placed_by, split_complaint
 from rlinf.runs.callbacks import Callbacks
-from rlinf.runs.dry_run.footprint import Fitted, fit
-from rlinf.runs.dry_run.models import other_models, policy_model, split_mistakes
 from rlinf.runs.dry_run.transformer import device_kind, elsewhere, splits_whole
-from rlinf.runs.resume import check_parts
 from rlinf.runs.roles import (
     ALWAYS,
-    RAISED,
     Role,
-    brings_tasks,
     collected,
-    configured_agent,
-    configured_player,
     kinds_of,
     mistakes_in_flow,
     mistakes_in_models,
@@ -70,14 +56,19 @@ from rlinf.runs.roles import (
     with_teachers,
 )
 from rlinf.runtime.base.tensors import own_device
-from rlinf.training.supervised import Likelihood, Objective, Preference, Scores
 
 if TYPE_CHECKING:
+    from rlinf.agents.agent import Agent
+    from rlinf.agents.player import Player
+    from rlinf.data.datasets.source import Source
     from rlinf.placement.auto import Choice
+    from rlinf.rewards.base import RewardSource
+    from rlinf.runs.dry_run.footprint import Fitted
+    from rlinf.training.supervised import Objective
 
 PLACES = tuple(place.name for place in fields(AlgorithmSpec) if place.name != "name")
 """Keys of `algorithm` that change a part of the recipe."""
-_AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
+AS_IN_THE_RECIPE: dict[str, Any] = {"entropy_bonus": None, "max_drift": None, "truncated": None}
 """Values that change nothing, where it is not an empty mapping."""
 
 CORRECTION, REJECTION = Correction(cap=5.0), Rejection(floor=0.7, cap=1.43)
@@ -105,9 +96,9 @@ def algorithm_of(config: RunConfig, parts: Mapping[str, Any] = MappingProxyType(
     """
     algorithm, longest = config.algorithm, config.rollout.max_new_tokens
     values = {place: getattr(algorithm, place) for place in PLACES}
-    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
+    changes = {place: value for place, value in values.items() if value != AS_IN_THE_RECIPE.get(place, {})}
     changes.update(parts)
-    spec = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=_found)
+    spec = recipes.get(algorithm.name, _whole(algorithm.name, changes, longest), resolve=imported_part)
     if spec.shaping is not None and not _sets(changes, "shaping", "longest"):
         cache = spec.shaping.cache
         if not _sets(changes, "shaping", "cache"):
@@ -194,56 +185,6 @@ def filled_in_limit(config: RunConfig, algorithm: AlgorithmSpec | None) -> str |
     )
 
 
-def acting_flow_of(config: EmbodiedConfig) -> str:
-    """Dotted path of the flow of a run in which a policy acts: the one it names, or its algorithm's."""
-    usual = {**dict.fromkeys(OFF_POLICY, "rlinf.flows.sac"), IMITATION: "rlinf.flows.imitate.imitation"}
-    if config.world.model is not None:
-        return config.flow or "rlinf.flows.embodied.model_based"
-    return config.flow or usual.get(config.algorithm.name, "rlinf.flows.embodied")
-
-
-def control_algorithm_of(config: EmbodiedConfig) -> AlgorithmSpec | None:
-    """The algorithm of a run in which a policy acts; None if it learns from single transitions or from an expert.
-
-    Raises:
-        ValueError: no recipe, part or key of that name (the text gives the nearest), or a bad value.
-    """
-    algorithm = config.algorithm
-    if algorithm.name in (*OFF_POLICY, DAGGER, IMITATION):
-        return None
-    places = ("advantage", "loss", "aggregation", "entropy_bonus", "critic")
-    values = {place: getattr(algorithm, place) for place in places}
-    changes = {place: value for place, value in values.items() if value != _AS_IN_THE_RECIPE.get(place, {})}
-    return recipes.get(algorithm.name, changes, resolve=_found, acting=True)
-
-
-def mistakes_acting(config: EmbodiedConfig, algorithm: AlgorithmSpec | None) -> Iterator[tuple[str, Any, str]]:
-    """(key, value, advice) for what the algorithm of a run that acts cannot do, or makes nothing of.
-
-    Args:
-        config: of the run.
-        algorithm: None for sac and its like, dagger and imitation.
-    """
-    wanted = config.algorithm
-    if algorithm is not None and isinstance(algorithm.advantage, GroupRelative) and not config.env.fresh:
-        advice = f"{algorithm.name} compares episodes that begin alike with the step: set env.fresh=true"
-        yield "env.fresh", "false", advice
-    if algorithm is None:
-        return  # `embodied.keys` says which keys its like reads
-    if wanted.reward_scaling and not isinstance(algorithm.advantage, Gae):
-        yield "algorithm.reward_scaling", True, f"{wanted.name} has no values whose scale would matter: remove it"
-    for name in ("filter_returns", "filter_success"):
-        if (bounds := getattr(wanted, name)) is None:
-            continue
-        if not isinstance(algorithm.advantage, GroupRelative):
-            yield f"algorithm.{name}", bounds, f"{wanted.name} has no groups to choose from: take grpo, or remove it"
-        elif bounds[0] > bounds[1]:
-            yield f"algorithm.{name}", bounds, "the first bound is the lower one"
-    if wanted.entropy_schedule != "constant" and not algorithm.entropy_bonus:
-        advice = "there is no entropy bonus that could fall: set algorithm.entropy_bonus, or remove it"
-        yield "algorithm.entropy_schedule", wanted.entropy_schedule, advice
-
-
 def roles_of(config: RunConfig, algorithm: AlgorithmSpec) -> list[str]:
     """The roles that a run needs besides rollout, judge and trainer."""
     wanted = {
@@ -281,7 +222,7 @@ def _sets(changes: Mapping[str, Any], place: str, key: str) -> bool:
     return isinstance(value, Mapping) and key in value
 
 
-def _found(path: str) -> Any:
+def imported_part(path: str) -> Any:
     if (mistake := mistake_in(path)) is not None:
         raise ValueError(f"{path}: {mistake}")
     return resolve(path)
@@ -410,72 +351,44 @@ class RunPlan(ProfiledStep):
         return {name: value for name, value in offered.items() if name in parameters}
 
 
-def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemory | None = None) -> RunPlan:
-    """Import what a configuration names, and check what only that can show.
-
-    Args:
-        config: that is right by itself.
-        hosts: number of processes of the job.
-        objects: that stand in place of what the configuration would name, in runs on text.
-
-    Raises:
-        ConfigError: with every mistake.
-        Exception: what the imported code itself raised, with its traceback.
-    """
-    check_parts(config)
-    if isinstance(config, EmbodiedConfig):
-        return prepare_embodied(config, hosts)
-    if config.algorithm.name in SUPERVISED:
-        return prepare_supervised(config, hosts, InMemory() if objects is None else objects)
-    return prepare_text(config, hosts, InMemory() if objects is None else objects)
-
-
 def _placing(config: RunConfig) -> Placing:
     """The section `placement`; without engines of its own the rollout only shares work out, on the first host."""
     return config.placement if config.rollout.own_engine else replace(config.placement, rollout=None)
 
 
 def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
-    algorithm = _algorithm(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
+    from rlinf.agents.configuration import configured_agent, configured_player
+
+    algorithm = algorithm_from(config.algorithm.name, lambda: algorithm_of(config, objects.parts))
     path = config.flow or flow_of(algorithm, with_agent=bool(config.agent.function or objects.agent))
     if objects.flow is not None:
         path = f"{objects.flow.__module__}.{objects.flow.__qualname__}"
     needed = roles_of(config, algorithm)
     kinds = kinds_of(config, needed)
-    flow = _imported(path) if objects.flow is None else objects.flow
+    flow = imported(path) if objects.flow is None else objects.flow
     algorithm = for_older_answers(algorithm, config) if works_ahead(flow) else algorithm
     algorithm = for_rounded_answers(algorithm, config)
     model, items = _described_text(config, algorithm), config.algorithm.prompts_per_step
     mistaken = (*mistakes_in_models(config), *mistakes_in_own(config, flow), *mistakes_ahead(config, flow))
-    problems_so_far = [_problem(*each) for each in mistaken]
+    problems_so_far = [key_problem(*each) for each in mistaken]
     own = own_roles(config) if not problems_so_far else {}
     flow, own_flow = with_teachers(flow, config.named_teachers), flow
     staleness = config.staleness.max if works_ahead(own_flow) else 0
     step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
-    placed, choice = _planned(_placing(config), kinds, hosts, step, own)
+    placed, choice = planned(_placing(config), kinds, hosts, step, own)
     model_config, fitted, problems = _fitted(config, placed, needed, problems_so_far)
     config = fitted.config
     problems = [
-        *_flow_problems(path, own_flow, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
+        *flow_problems(path, own_flow, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
         *_algorithm_problems(config, algorithm),
         *_reward_problems(config.reward, objects.reward),
         *problems,
-        *_tracker_problems(config.metrics),
+        *tracker_problems(config.metrics),
     ]
-    lacks = lacking(config.rollout.engine, config.rollout.engine_args)
-    if lacks is not None and config.rollout.own_engine and not elsewhere(config.placement):  # else it is not made here
-        problems.append(_problem("rollout.engine", config.rollout.engine, lacks))
-    rounds, on_cpu = config.rollout.weights != "full", device_kind(config.placement) == "cpu"
-    how = (config.rollout.engine, config.rollout.weights, on_cpu)
-    if rounds and (unrounded := no_rounding(*how)) is not None:
-        problems.append(_problem("rollout.weights", config.rollout.weights, unrounded))
-    if config.rollout.drafts and (why := no_drafts(config.rollout.engine)) is not None:
-        problems.append(_problem("rollout.drafts", config.rollout.drafts, why))
-    if (other := unable(config.rollout.engine, config.staleness.kv)) is not None:
-        problems.append(_problem("staleness.kv", config.staleness.kv, other))
+    problems += _engine_problems(config)
     agent, mistakes = configured_agent(config, own_flow, objects.agent)
     player, unplayed = configured_player(config, agent, objects.player)
-    problems += [_problem(*each) for each in (*mistakes, *unplayed)]
+    problems += [key_problem(*each) for each in (*mistakes, *unplayed)]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
         raise ConfigError(problems)
@@ -503,7 +416,10 @@ def with_tasks(objects: InMemory, config: RunConfig) -> InMemory:
         objects: with the agent.
         config: of the run.
     """
-    agent: Any = objects.agent.source if isinstance(objects.agent, LastingAgent) else objects.agent
+    from rlinf.agents.configuration import brings_tasks, source_of
+    from rlinf.data.datasets.source import ListRows
+
+    agent = source_of(objects.agent)
     if not brings_tasks(agent) or objects.train is not None or config.data.train is not None:
         return objects
     key, value = ("agent", agent) if config.agent.function is None else ("agent.function", config.agent.function)
@@ -537,22 +453,22 @@ def refuse_idle(placement: Placing, plan: RunPlan) -> None:
         f"{len(idle)} of {count} processes have no role ({ranks}) and would idle: {started}, give a role more "
         "in `placement` (mode=collocated: trainer and rollout get all), or set this to true"
     )
-    raise ConfigError([_problem("placement.idle_processes", False, advice)])
+    raise ConfigError([key_problem("placement.idle_processes", False, advice)])
 
 
-def _algorithm(name: str, make: Callable[[], Spec]) -> Spec:
+def algorithm_from(name: str, make: Callable[[], Spec]) -> Spec:
     try:
         return make()
     except ValueError as error:
-        raise ConfigError([_problem("algorithm", name, str(error))]) from error
+        raise ConfigError([key_problem("algorithm", name, str(error))]) from error
 
 
-def _imported(path: str) -> Any:
+def imported(path: str) -> Any:
     with naming("flow", path, "importing it"):
         return resolve(path)
 
 
-def _problem(key: str, value: Any, advice: str) -> Problem:
+def key_problem(key: str, value: Any, advice: str) -> Problem:
     return Problem("configuration", key, value, advice)
 
 
@@ -566,7 +482,7 @@ def _described_text(config: RunConfig, algorithm: AlgorithmSpec) -> str:
 # Placement -----------------------------------------------------------------------------------------------------------
 
 
-def _planned(
+def planned(
     wanted: Placing,
     kinds: Sequence[RoleKind],
     hosts: int,
@@ -605,12 +521,12 @@ def _planned(
         ).numbered(placed.fleet)
     except OSError as error:
         advice = f"it cannot be read: {error.strerror or error}; a run leaves one in its directory"
-        raise ConfigError([_problem("placement.profile", wanted.profile, advice)]) from None
+        raise ConfigError([key_problem("placement.profile", wanted.profile, advice)]) from None
     except PlacementError as error:
         advices = (each.replace("allow extrapolation", "set placement.extrapolate=true") for each in error.complaints)
-        raise ConfigError([_problem("placement.profile", wanted.profile, each) for each in advices]) from None
+        raise ConfigError([key_problem("placement.profile", wanted.profile, each) for each in advices]) from None
     except ValueError as error:
-        raise ConfigError([_problem("placement.profile", wanted.profile, str(error))]) from None
+        raise ConfigError([key_problem("placement.profile", wanted.profile, str(error))]) from None
     free = wanted.mode in (None, "auto")
     rows = [row for row in choice.best_of_modes if free or row.mode == wanted.mode]
     if not rows:
@@ -618,7 +534,7 @@ def _planned(
         advice = f"by {wanted.profile} there is no such plan that fits {hosts} devices; there is {there}: take that"
         if not wanted.extrapolate:
             advice += ", or set placement.extrapolate=true, to guess sizes that were not profiled"
-        raise ConfigError([_problem("placement.mode", wanted.mode, advice)])
+        raise ConfigError([key_problem("placement.mode", wanted.mode, advice)])
     return placed_by(rows[0].plan, placed, kinds), choice
 
 
@@ -633,30 +549,47 @@ def _placed(wanted: Placing, kinds: Sequence[RoleKind], hosts: int) -> Placed:
     except PlacementError as error:
         complaints = (split_complaint(complaint) for complaint in error.complaints)
         values = ((key, getattr(wanted, key.rpartition(".")[2], MISSING), advice) for key, advice in complaints)
-        raise ConfigError([_problem(*each) for each in values]) from None
+        raise ConfigError([key_problem(*each) for each in values]) from None
 
 
-def _flow_problems(path: str, flow: Any, *roles: Sequence[str]) -> Iterator[Problem]:
-    return (_problem("flow", path, advice) for advice in mistakes_in_flow(flow, *roles))
+def flow_problems(path: str, flow: Any, *roles: Sequence[str]) -> Iterator[Problem]:
+    return (key_problem("flow", path, advice) for advice in mistakes_in_flow(flow, *roles))
 
 
 # What does not go together -------------------------------------------------------------------------------------------
+
+
+def _engine_problems(config: RunConfig) -> Iterator[Problem]:
+    """Keys of the rollout that its engine cannot do."""
+    from rlinf.engines import base as engines
+
+    rollout, on_cpu = config.rollout, device_kind(config.placement) == "cpu"
+    lacks = engines.lacking(rollout.engine, rollout.engine_args)
+    if lacks is not None and rollout.own_engine and not elsewhere(config.placement):  # else it is not made here
+        yield key_problem("rollout.engine", rollout.engine, lacks)
+    unrounded = engines.no_rounding(rollout.engine, rollout.weights, on_cpu)
+    if rollout.weights != "full" and unrounded is not None:
+        yield key_problem("rollout.weights", rollout.weights, unrounded)
+    if rollout.drafts and (why := engines.no_drafts(rollout.engine)) is not None:
+        yield key_problem("rollout.drafts", rollout.drafts, why)
+    if (other := engines.unable(rollout.engine, config.staleness.kv)) is not None:
+        yield key_problem("staleness.kv", config.staleness.kv, other)
 
 
 def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
     size = config.algorithm.group_size
     if algorithm.compares_within_groups and size < 2:
         advice = f"{algorithm.name} compares answers to one prompt with each other, so it needs at least 2"
-        yield _problem("algorithm.group_size", size, advice)
+        yield key_problem("algorithm.group_size", size, advice)
     inside = config.reference.inside
     key = "reference.kind" if config.reference.adapter is None else "reference.adapter"
     if inside and not algorithm.needs_reference:
-        yield _problem(key, inside, f"{algorithm.name} holds on to no reference")
+        yield key_problem(key, inside, f"{algorithm.name} holds on to no reference")
     if inside and algorithm.critic is not None and algorithm.kl is not None and algorithm.kl.place == "reward":
         advice = (
             "the critic needs the penalty too, and the trainer alone has the adapters; take frozen, or kl.place=loss"
         )
-        yield _problem(key, inside, advice)
+        yield key_problem(key, inside, advice)
     yield from _teacher_problems(config, algorithm)
     for key, model in (
         ("critic.model", config.critic.model),
@@ -666,46 +599,48 @@ def _algorithm_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator
     ):
         role = key.partition(".")[0]
         if model is not None and role not in roles_of(config, algorithm):
-            yield _problem(key, model, f"{algorithm.name} has no {role}; remove it")
+            yield key_problem(key, model, f"{algorithm.name} has no {role}; remove it")
 
 
 def _teacher_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[Problem]:
     """Problems of a teacher, or of several."""
     teacher, named = config.teacher, {f"teachers.{name}": each for name, each in config.teachers.items()}
     if named and not algorithm.needs_teacher:
-        yield _problem("teachers", ", ".join(config.teachers), f"{algorithm.name} has no teacher; remove them")
+        yield key_problem("teachers", ", ".join(config.teachers), f"{algorithm.name} has no teacher; remove them")
     taught = teacher.model is not None or teacher.adapter is not None or teacher.server.url is not None or named
     if algorithm.needs_teacher and not taught:
         advice = f"{algorithm.name} learns from a teacher; name a saved model"
-        yield _problem("teacher.model", None, advice)
+        yield key_problem("teacher.model", None, advice)
     part = algorithm.loss
     if not isinstance(part, Divergence):
         return
     if not isinstance(algorithm.advantage, Distillation):
         advice = "the loss `divergence` learns from no advantage: take algorithm=opd, whose advantage is `distillation`"
-        yield _problem("algorithm.advantage", config.algorithm.advantage, advice)
+        yield key_problem("algorithm.advantage", config.algorithm.advantage, advice)
     if teacher.adapter is not None:
         advice = "adapters tell log-probs of sampled tokens alone: take the loss of opd, or a teacher.model"
-        yield _problem("teacher.adapter", teacher.adapter, advice)
+        yield key_problem("teacher.adapter", teacher.adapter, advice)
     if len(named) > 1 and teacher.route is None:
         advice = "distributions of several teachers are not mixed: name the column that says whose prompt it is"
-        yield _problem("teacher.route", None, advice)
+        yield key_problem("teacher.route", None, advice)
     everyone: list[TeacherConfig | NamedTeacher] = [teacher, *config.named_teachers.values()]
     for key, each in zip(("teacher", *named), everyone, strict=True):
         if each.tokenizer is not None:
             advice = "other tokens have no distributions that could be compared: take the loss of opd"
-            yield _problem(f"{key}.tokenizer", each.tokenizer, advice)
+            yield key_problem(f"{key}.tokenizer", each.tokenizer, advice)
         if each.server.url is not None and (part.top_k is None or each.server.dialect == "echo"):
             advice = (
                 "a server tells no more than the likeliest tokens: set algorithm.loss.top_k, and dialect vllm or sglang"
             )
-            yield _problem(f"{key}.server.url", each.server.url, advice)
+            yield key_problem(f"{key}.server.url", each.server.url, advice)
     if config.trainer.backend != "fsdp" or splits_whole(config.trainer):
         advice = f"{algorithm.name} needs trainer.backend=fsdp and a model that is not split over processes"
-        yield _problem("trainer.backend", config.trainer.backend, advice)
+        yield key_problem("trainer.backend", config.trainer.backend, advice)
 
 
 def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Iterator[Problem]:
+    from rlinf.rewards.base import Reward
+
     try:
         Reward.of(passed or reward.source, reward.args, make=False).ready()
     except RAISED as error:
@@ -713,16 +648,19 @@ def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Itera
         yield problem(key, reward.parts or reward.function, error)
 
 
-def _tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
+def tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
     wanted = wanted_trackers(tensorboard=metrics.tensorboard, wandb=metrics.wandb, swanlab=metrics.swanlab)
     for key, advice in missing(wanted):
-        yield _problem(key, getattr(metrics, key.partition(".")[2]), advice)
+        yield key_problem(key, getattr(metrics, key.partition(".")[2]), advice)
 
 
 def _fitted(
     config: RunConfig, placed: Placed, roles: Sequence[str], found_so_far: Sequence[Problem] = ()
 ) -> tuple[Any, Fitted, list[Problem]]:
     """The transformers config of the model, what follows from the devices' memory, and what is wrong with either."""
+    from rlinf.runs.dry_run.footprint import Fitted, fit
+    from rlinf.runs.dry_run.models import other_models, policy_model, split_mistakes
+
     model_config, problems = policy_model(config)
     problems += [*other_models(config, roles), *found_so_far]
     if not problems:
@@ -731,52 +669,12 @@ def _fitted(
         problems += split_mistakes(config, model_config, sizes)
         if config.trainer.join is not None and (count := sizes["trainer"]) > 1:
             advice = f"replicas join a trainer of one process, and it has {count}: set placement.trainer to one device"
-            problems.append(_problem("trainer.join", config.trainer.join, advice))
+            problems.append(key_problem("trainer.join", config.trainer.join, advice))
     if problems:
         return model_config, Fitted(config), problems
     with naming("model", config.model.path or config.model.config, "estimating its memory"):
         fitted, problems = fit(config, model_config, placed, roles)
     return model_config, fitted, problems
-
-
-def prepare_embodied(config: EmbodiedConfig, hosts: int) -> RunPlan:
-    """Import what a configuration names, and check what only that can show; see `prepare`.
-
-    Raises:
-        ConfigError: with every mistake.
-    """
-    from rlinf.flows.sac import sac
-    from rlinf.runs.dry_run.embodied import check_memory, unusable  # simulators come with it
-
-    algorithm, path = _algorithm(config.algorithm.name, lambda: control_algorithm_of(config)), acting_flow_of(config)
-    flow, model, items = _imported(path), _described(config), config.env.num_envs
-    kinds = CONTROL if config.world.model is None else INSIDE
-    inside = [kind.name for kind in INSIDE if kind not in CONTROL]
-    needed = () if kinds is CONTROL else inside
-    in_flow = _flow_problems(path, flow, tuple(kind.name for kind in CONTROL), needed, inside)
-    problems = [*in_flow, *unusable(config), *_tracker_problems(config.metrics)]
-    problems += [_problem(*each) for each in mistakes_acting(config, algorithm)]
-    if config.placement.mode == "auto" and flow is sac and algorithm is None:
-        advice = "roles cannot move while something for the next step is under way: name a mode, or take another flow"
-        problems.append(_problem("placement.mode", "auto", advice))
-    callbacks = Callbacks.of(config.callbacks, problems)
-    if problems:
-        raise ConfigError(problems)
-    staleness = config.algorithm.staleness if works_ahead(flow) else 0
-    step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
-    placed, choice = _planned(config.placement, kinds, hosts, step)
-    check_memory(config, placed)
-    return RunPlan(
-        **vars(step), algorithm=algorithm, kinds=kinds, placed=placed, chosen=choice, held={}, callbacks=callbacks
-    )
-
-
-def _described(config: EmbodiedConfig) -> str:
-    env, policy = config.env, config.policy
-    settings = " ".join(f"{key}={value}" for key, value in sorted({**env.options, **policy.settings}.items()))
-    world = config.world
-    learned = "" if world.model is None else f", {world.steps} x {world.horizon} decisions in {world.model}"
-    return f"{policy.type} in {env.simulator} {settings}, {policy.horizon} decisions in {env.slices} slices{learned}"
 
 
 FLOWS = {
@@ -798,6 +696,8 @@ def objective_of(config: RunConfig) -> Objective:
     Raises:
         ValueError: settings that do not go together.
     """
+    from rlinf.training.supervised import Likelihood, Preference, Scores
+
     settings = config.supervised
     if config.algorithm.name == DPO:
         return Preference(settings.dpo.loss, settings.dpo.beta, settings.dpo.label_smoothing)
@@ -811,7 +711,7 @@ def needed_roles(config: RunConfig) -> list[str]:
 
 
 def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
-    """Import what a configuration names, and check what only that can show; see `prepare`.
+    """Import what a configuration names, and check what only that can show; see `start.prepare`.
 
     Raises:
         ConfigError: with every mistake.
@@ -823,8 +723,8 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunP
     needed = needed_roles(config)
     problems = [
         *problems_of(config, own=config.data.train is not None or objects.train is not None),
-        *_flow_problems(path, flow, (TRAINER,), needed, (REFERENCE,)),
-        *_tracker_problems(config.metrics),
+        *flow_problems(path, flow, (TRAINER,), needed, (REFERENCE,)),
+        *tracker_problems(config.metrics),
     ]
     callbacks = Callbacks.of((*config.callbacks, *objects.callbacks), problems)
     if problems:
@@ -833,7 +733,7 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunP
     shape = config.model.path or " ".join(f"{key}={value}" for key, value in sorted(config.model.config.items()))
     model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
     step = ProfiledStep(flow=flow, path=path, model=model, items=items)
-    placed, choice = _planned(config.placement, kinds, hosts, step)
+    placed, choice = planned(config.placement, kinds, hosts, step)
     model_config, fitted, problems = _fitted(config, placed, needed)
     if problems:
         raise ConfigError(problems)
@@ -864,7 +764,7 @@ def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
     try:
         objective_of(config)
     except ValueError as error:
-        yield _problem("supervised.dpo.label_smoothing", config.supervised.dpo.label_smoothing, str(error))
+        yield key_problem("supervised.dpo.label_smoothing", config.supervised.dpo.label_smoothing, str(error))
     blank = type(config)()
     for section in _UNREAD:
         if getattr(config, section) != getattr(blank, section) and (section != "task" or own):
@@ -880,13 +780,13 @@ def problems_of(config: RunConfig, *, own: bool) -> Iterator[Problem]:
     if name != DPO and config.reference != blank.reference:
         yield from _unread("reference", config.reference, blank.reference, set(), name)
     elif kind == "ema":
-        yield _problem("reference.kind", kind, "dpo holds on to a policy that stays; take frozen, or adapters_off")
+        yield key_problem("reference.kind", kind, "dpo holds on to a policy that stays; take frozen, or adapters_off")
     elif kind == "precomputed" and not own:
-        yield _problem("reference.kind", kind, "the generated task has no log-probs of a reference; take frozen")
+        yield key_problem("reference.kind", kind, "the generated task has no log-probs of a reference; take frozen")
     if config.placement.profile is not None or config.placement.mode == "auto":
         key = "profile" if config.placement.profile is not None else "mode"
         advice = "there is nothing to plan without generation: remove it"
-        yield _problem(f"placement.{key}", getattr(config.placement, key), advice)
+        yield key_problem(f"placement.{key}", getattr(config.placement, key), advice)
 
 
 def _unread(section: str, values: Any, blank: Any, read_keys: set[str], algorithm: str) -> Iterator[Problem]:
@@ -894,4 +794,4 @@ def _unread(section: str, values: Any, blank: Any, read_keys: set[str], algorith
     for each in fields(values):
         value = getattr(values, each.name)
         if each.name not in read_keys and value != getattr(blank, each.name):
-            yield _problem(f"{section}.{each.name}", value, f"algorithm {algorithm} does not read it: remove it")
+            yield key_problem(f"{section}.{each.name}", value, f"algorithm {algorithm} does not read it: remove it")

@@ -22,7 +22,15 @@ from rlinf.config.embodied import IMITATION, EmbodiedConfig
 from rlinf.config.learning import SUPERVISED
 from rlinf.config.load import ConfigError, InputError, Problem, RunFailure, dump
 from rlinf.config.text import RunConfig
-from rlinf.runs.resume import beginning_anew, command, entry_of, keeping_earlier_run, on_resume, with_resume_hint
+from rlinf.runs.resume import (
+    beginning_anew,
+    check_parts,
+    command,
+    entry_of,
+    keeping_earlier_run,
+    on_resume,
+    with_resume_hint,
+)
 from rlinf.runs.starting import Starting
 from rlinf.runtime.base.errors import StallError, TraceError, UserError
 from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirectory, changes, find_checkpoint, held
@@ -30,7 +38,7 @@ from rlinf.storage.directory import MISSING, Checkpoint, Held, Lock, RunDirector
 if TYPE_CHECKING:
     from rlinf.runs.callbacks import RunState
     from rlinf.runs.loop import TrainingLoop, Workload
-    from rlinf.runs.prepare import RunPlan
+    from rlinf.runs.prepare import InMemory, RunPlan
     from rlinf.runtime.system.system import ActorSystem
 
 T = TypeVar("T")
@@ -87,15 +95,13 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
     if rank != 0:
         first_here, here = os.environ.get("LOCAL_RANK") == "0", int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         if first_here and 0 < torch.cuda.device_count() < here:  # while rank 0 takes all machines to be like its own
-            from rlinf.runs.prepare import prepare
-
             prepare(config, hosts)
         run_to_end(_serve_only, config.system, grace=config.checkpoint.grace)
         if starting is not None:
             starting.begins()  # and it is over
         return
     from rlinf.runs.dry_run.transformer import refuse_other_kind  # torch comes with them, which takes seconds
-    from rlinf.runs.prepare import prepare, refuse_idle
+    from rlinf.runs.prepare import refuse_idle
 
     plan = prepare(config, hosts)
     refuse_idle(config.placement, plan)
@@ -125,6 +131,30 @@ def _train(config: RunConfig | EmbodiedConfig, rank: int, resume: str, starting:
                 plan.placed.memory_of(hosts),
                 config.checkpoint.grace,
             )
+
+
+def prepare(config: RunConfig | EmbodiedConfig, hosts: int = 1, objects: InMemory | None = None) -> RunPlan:
+    """Import what a configuration names, and check what only that can show.
+
+    Args:
+        config: that is right by itself.
+        hosts: number of processes of the job.
+        objects: that stand in place of what the configuration would name, in runs on text.
+
+    Raises:
+        ConfigError: with every mistake.
+        Exception: what the imported code itself raised, with its traceback.
+    """
+    check_parts(config)
+    if isinstance(config, EmbodiedConfig):
+        from rlinf.runs.embodied_roles import prepare_embodied
+
+        return prepare_embodied(config, hosts)
+    from rlinf.runs.prepare import InMemory, prepare_supervised, prepare_text
+
+    if config.algorithm.name in SUPERVISED:
+        return prepare_supervised(config, hosts, InMemory() if objects is None else objects)
+    return prepare_text(config, hosts, InMemory() if objects is None else objects)
 
 
 def check_output(config: RunConfig | EmbodiedConfig) -> None:

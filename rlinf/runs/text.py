@@ -34,7 +34,9 @@ from rlinf.actors.reward_model import GenerativeJudge, reward_model_class
 from rlinf.actors.rollout import Rollout
 from rlinf.actors.trainer import Trainer
 from rlinf.agents.agent import opened
+from rlinf.agents.configuration import adapting
 from rlinf.agents.endpoint.endpoint import Endpoint
+from rlinf.agents.episodes import KINDS
 from rlinf.agents.llm import PastSelves
 from rlinf.agents.player import Player
 from rlinf.algos.algorithms import AlgorithmSpec, Distillation, Divergence
@@ -98,13 +100,11 @@ from rlinf.runs.loop import Described, Workload
 from rlinf.runs.prepare import InMemory, RunPlan, default_correction, filled_in_limit
 from rlinf.runs.roles import (
     CRITIC,
-    KINDS,
     REFERENCE,
     REWARD_MODEL,
     Role,
     Roles,
     RolloutKeeper,
-    adapting,
     only,
     own_roles,
     running_of,

@@ -11,12 +11,11 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors.numpy import save_file
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.algos import recipes
 from rlinf.algos.algorithms import AlgorithmSpec
@@ -25,6 +24,9 @@ from rlinf.data.packing import Row
 from rlinf.data.sample import REWARDS, Group, Sample
 from rlinf.data.tokenizer import shown_prompt
 from rlinf.training.policy import AGES, REFERENCE, RETURNS, TEACHER, VALUES, shaped_rewards, teaches
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 MOST = 1024
 """Tokens of a response that are told, from its beginning: more take longer to read than a step takes."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.algos import losses
 from rlinf.algos.loss_sum import LossSum, Mean, within
@@ -26,6 +25,8 @@ from rlinf.data.sample import Group, Sample
 from rlinf.training.batch_metrics import read_spans, token_rows
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from rlinf.training.backend import Outputs
 
 

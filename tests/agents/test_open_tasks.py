@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rlinf import ActorSystem
 from rlinf.agents.agent import AgentLLM, Attempt, samples_of
 from rlinf.agents.chat import ChatFormat
-from rlinf.agents.episodes import Episodes, OpenTask
+from rlinf.agents.episodes import KINDS, Episodes, OpenTask
 from rlinf.agents.llm import Setting
 from rlinf.agents.outcome import Episode, Tally, here
 from rlinf.agents.tools.formats import call_format
@@ -25,7 +25,6 @@ from rlinf.data.ledger import Entry
 from rlinf.data.rng import mix
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import Completion, PartialAnswer
-from rlinf.runs.roles import KINDS
 from rlinf.runtime.base.clock import run_virtual
 from tests.agents.speaking import STYLES, tokenizer_of
 

@@ -13,9 +13,8 @@ from rlinf.config.load import ConfigError, dump
 from rlinf.metrics.machine import machine
 from rlinf.placement.profile import BESIDE, Footprint, Profile, Release, StageProfile, Timing, save
 from rlinf.runs.dry_run.embodied import expected_horizon_warning
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import load_config, load_embodied
-from rlinf.runs.start import check_output
+from rlinf.runs.start import check_output, prepare
 from tests.cards import pretend
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.models.scoring.saved import saved_classifier

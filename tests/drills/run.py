@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlinf.agents.episodes import KINDS
 from rlinf.data.in_flight.snapshot import read_kept
 from rlinf.engines.base import PartialGroup
-from rlinf.runs.roles import KINDS
 from rlinf.storage.directory import find_checkpoint
 from rlinf.storage.files import read_lines
 from tests.drills.parts import TOKENS

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from rlinf.agents.episodes import KINDS
 from rlinf.cli.commands import main
 from rlinf.data.in_flight.snapshot import read_kept
-from rlinf.runs.roles import KINDS
 from tests.launching import killed, launch, metrics_of
 
 SMALL = (

@@ -8,21 +8,21 @@ from rlinf.algos import recipes
 from rlinf.algos.recipes import NAMES
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.load import ConfigError
+from rlinf.runs.embodied_roles import control_algorithm_of
 from rlinf.runs.prepare import (
     CORRECTION,
     REJECTION,
     ROUNDED,
     algorithm_of,
-    control_algorithm_of,
     default_correction,
     filled_in_limit,
     flow_of,
     for_older_answers,
     for_rounded_answers,
-    prepare,
     roles_of,
 )
 from rlinf.runs.rules import load_config, load_embodied, recipe_names
+from rlinf.runs.start import prepare
 
 
 def chosen(*overrides):

@@ -14,9 +14,9 @@ from rlinf.agents.tools.tool import offers_tools
 from rlinf.cli.main import describe
 from rlinf.config.load import ConfigError, InputError
 from rlinf.runs.data import load_data_of
-from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import naming, reason
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import prepare
 from tests.launching import QUICKSTART, ROOT, TINY
 from tests.stand_in import save_model, save_problems
 

@@ -10,8 +10,7 @@ from rlinf.data.demonstrations import Window, open_parts, read_demonstrations
 from rlinf.data.demonstrations.load import save_demonstrations
 from rlinf.models.policy.build import load_policy
 from rlinf.runs.dry_run.embodied import shown_of
-from rlinf.runs.embodied_roles import learners_of
-from rlinf.runs.prepare import prepare_embodied
+from rlinf.runs.embodied_roles import learners_of, prepare_embodied
 from rlinf.runs.roles import spawn_roles
 from rlinf.runs.rules import load_embodied
 from rlinf.runs.start import train

@@ -16,8 +16,8 @@ from rlinf.metrics.report import fullest
 from rlinf.metrics.verdict import FAMILIES, PARTS
 from rlinf.placement.plan import load as load_plan
 from rlinf.placement.profile import load as load_profile
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import prepare
 from rlinf.runtime.devices.memory import DeviceMemory
 from rlinf.storage.directory import find_checkpoint
 from tests.launching import QUICKSTART, TINY, killed, launch, metrics_of, weights_of

@@ -7,9 +7,9 @@ import pytest
 from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulate import trial
-from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
+from rlinf.runs.start import prepare
 from rlinf.runs.text import rollout_settings, share_tensors, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 

@@ -7,9 +7,8 @@ from safetensors.torch import load_file
 
 from rlinf.config.load import ConfigError, InputError
 from rlinf.placement.seats import INSIDE
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import load_embodied
-from rlinf.runs.start import train
+from rlinf.runs.start import prepare, train
 from tests.launching import ROOT, metrics_of
 
 TOY = ROOT / "configs/embodied/toy_world.yaml"

@@ -16,9 +16,9 @@ from rlinf.data import differences
 from rlinf.data.differences import Differences
 from rlinf.data.weights import Weights, checksums
 from rlinf.runs.embodied_roles import learners_of
-from rlinf.runs.prepare import prepare
 from rlinf.runs.roles import spawn_roles
 from rlinf.runs.rules import load_config, load_embodied
+from rlinf.runs.start import prepare
 from rlinf.runs.text import trainer_settings
 from rlinf.runtime.values import relay
 from rlinf.training.weight_sync import LoadRefused, Receiver, publish

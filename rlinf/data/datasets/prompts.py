@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Generic, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, Protocol
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 from typing_extensions import TypeVar
 
 from rlinf.data.datasets.conversations import message_of
 from rlinf.data.datasets.source import Columns, DataError, Mismatch, Row, Rows, fill, lookup, unwritable
 from rlinf.data.images import Pictures, image_refs, pictured
 from rlinf.data.sample import Example, ImageRef, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _ALIEN = 8
 """Characters that a warning shows of those that a tokenizer does not know."""

@@ -14,16 +14,18 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.datasets.conversations import Dialogue, Format, Kind, Message
 from rlinf.data.datasets.prompts import Batch, Drawn, Room, RowOptions, unknown_in
 from rlinf.data.datasets.source import DataError, Mismatch, Row, unwritable
 from rlinf.data.images import Pictures, image_refs, pictured
 from rlinf.data.sample import Group, ImageRef, Prompt, Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Learn = Literal["assistant", "last", "all"]
 """Which tokens are learned: those of the assistant's turns; of its last turn; all, prompts included."""

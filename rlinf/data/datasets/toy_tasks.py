@@ -15,16 +15,18 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from rlinf.data.datasets import stream
 from rlinf.data.datasets.prompts import Drawn, PromptMaker
 from rlinf.data.datasets.source import Columns, ListRows
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Example, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MOST_PROBLEMS = 100_000  # training problems of a task; of 9 digits there are more than anyone visits
 _LEAST_SPACE = 100  # with fewer problems in all, holding some out leaves too little to learn the task from

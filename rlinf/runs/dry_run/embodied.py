@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.embodied import IMITATION, OFF_POLICY, EmbodiedConfig, ImitationConfig
-from rlinf.config.importing import resolve
+from rlinf.config.importing import RAISED, resolve
 from rlinf.config.load import ConfigError, Problem
 from rlinf.data.demonstrations import DemonstrationSet, Window, open_episodes, open_parts
 from rlinf.data.demonstrations.episode import ACTIONS, STATE
@@ -45,7 +45,7 @@ from rlinf.models.policy.sac import SoftPolicy
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run.estimate import acting_lines
 from rlinf.runs.dry_run.footprint import MOST_BYTES, MOST_PARTS, control_footprints, too_much, unfit
-from rlinf.runs.roles import RAISED, problem
+from rlinf.runs.roles import problem
 from rlinf.training.embodied.ppo import Preparation
 
 _GB = 1 << 30

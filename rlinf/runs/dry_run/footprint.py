@@ -22,14 +22,11 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import transformers
-
 from rlinf.config.embodied import EmbodiedConfig
 from rlinf.config.learning import ParallelConfig, ReferenceConfig, RewardModelConfig
 from rlinf.config.load import Problem
 from rlinf.config.text import RunConfig
 from rlinf.models.language.arrangement import Sharding, arranged
-from rlinf.models.language.sources import context_length
 from rlinf.placement.hardware import cluster_of
 from rlinf.placement.seats import Placed
 from rlinf.runs.dry_run import transformer
@@ -155,11 +152,11 @@ def footprints(
 
 def _reward_model(settings: RewardModelConfig) -> Footprint:
     """Whole weights and a micro-batch; of a judge that writes, as of a rollout."""
+    from transformers import AutoModelForSequenceClassification  # takes half a second, which runs that act do without
+
     assert settings.path is not None  # of every run that has the role
     width, classifies = _BYTES[settings.dtype], settings.kind == "classifier"
-    shape = transformer.saved_shape(
-        settings.path, transformers.AutoModelForSequenceClassification if classifies else None
-    )
+    shape = transformer.saved_shape(settings.path, AutoModelForSequenceClassification if classifies else None)
     weights, rows = float(shape.parameters * width), settings.max_rows
     if classifies or settings.choices:
         return Footprint(weights, activations=float(settings.micro_batch_tokens * shape.passing * width))
@@ -598,6 +595,8 @@ def too_long(config: RunConfig, model_config: Any) -> Iterator[Problem]:
         config: of the run.
         model_config: of the model, from transformers.
     """
+    from rlinf.models.language.sources import context_length  # transformers comes with it
+
     context = context_length(model_config)
     for key, answer in (
         ("rollout.max_new_tokens", config.rollout.max_new_tokens),

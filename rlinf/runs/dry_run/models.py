@@ -19,6 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from rlinf.config.importing import RAISED
 from rlinf.config.learning import REWARD_MODEL, SUPERVISED
 from rlinf.config.load import Problem
 from rlinf.config.schema import nearest
@@ -31,7 +32,7 @@ from rlinf.models.language.arrangement import arranged
 from rlinf.models.language.sources import new_config, pictures_of, unreadable_weights, unsupported
 from rlinf.runs.dry_run.footprint import MOST_PARTS
 from rlinf.runs.dry_run.transformer import remembered
-from rlinf.runs.roles import RAISED, problem
+from rlinf.runs.roles import problem
 
 _META = torch.device("meta")
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
-import transformers
 
 from rlinf.config.common import PlacementConfig
 from rlinf.config.gguf import CACHE
@@ -77,6 +76,8 @@ def remembered(what: str, find: Callable[[], T]) -> T:
         what: is tried, in all that the result depends on beside the versions of libraries and this package's code.
         find: tries it; the result is plain JSON. What it raises is not remembered.
     """
+    import transformers  # takes half a second, which runs that act do without
+
     stamps = [path.stat().st_mtime_ns for path in (*Path(__file__).parent.glob("*.py"), _ENGINE)]
     key = json.dumps([what, stamps, torch.__version__, transformers.__version__])
     file = CACHE.expanduser() / "trials" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
@@ -258,7 +259,9 @@ def peak_bytes(shape: Shape, how: Training) -> float:
 @lru_cache
 def saved_shape(path: str, kind: Any) -> Shape:
     """The shape of a saved model."""
-    return Shape.of(pretrained(transformers.AutoConfig, path), kind)
+    from transformers import AutoConfig
+
+    return Shape.of(pretrained(AutoConfig, path), kind)
 
 
 def splits_whole(trainer: TrainerConfig) -> bool:

@@ -20,9 +20,9 @@ from rlinf.config.load import ConfigError, InputError, Problem
 from rlinf.config.text import RunConfig
 from rlinf.runs.dry_run.transformer import refuse_other_kind
 from rlinf.runs.library.objects import Objects, configured
-from rlinf.runs.prepare import InMemory, RunPlan, prepare
+from rlinf.runs.prepare import InMemory, RunPlan
 from rlinf.runs.resume import beginning_anew, keeping_earlier_run
-from rlinf.runs.start import checkpoint_to_resume, leaving_gpus, open_run_directory
+from rlinf.runs.start import checkpoint_to_resume, leaving_gpus, open_run_directory, prepare
 from rlinf.storage.directory import Checkpoint, Lock, RunDirectory
 
 

@@ -193,11 +193,17 @@ async def test_a_bad_setting_is_named(settings, said):
 
 
 def test_policies_are_trained_without_importing_language_models():
-    """They take seconds to import, in every process of a run."""
-    program = "import sys, rlinf.actors.policy_trainer, rlinf.actors.off_policy_trainer; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert "rlinf.training.optimizer" in found
-    assert [name for name in found if name.startswith(("transformers", "rlinf.models.language"))] == []
+    """They take seconds to import, in every process of a run; and rank 0 needs nothing of agents and engines either."""
+    program = (
+        "import sys, rlinf.actors.policy_trainer, rlinf.actors.off_policy_trainer; print(*sys.modules)\n"
+        "import rlinf.runs.start, rlinf.runs.embodied; print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    actors, run = (line.split() for line in done.stdout.splitlines())
+    assert "rlinf.training.optimizer" in actors
+    assert [name for name in actors if name.startswith(("transformers", "rlinf.models.language"))] == []
+    of_text = ("transformers", "rlinf.agents", "rlinf.engines.", "rlinf.flows.session", "rlinf.flows.grpo")
+    assert [name for name in run if name.startswith(of_text)] == []
 
 
 FROZEN = {"train": ["actor.*", "critic.*"]}

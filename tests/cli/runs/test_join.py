@@ -8,8 +8,8 @@ import pytest
 from rlinf.cli.commands import main
 from rlinf.placement.seats import Seat
 from rlinf.runs.data import load_data_of
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import ConfigError, load_config
+from rlinf.runs.start import prepare
 from rlinf.runs.text import roles_to_start
 
 

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlinf.agents.episodes import KINDS
 from rlinf.data.in_flight.admission import Kept
 from rlinf.data.in_flight.snapshot import read_kept, write_kept
 from rlinf.data.ledger import Entry
 from rlinf.data.sample import Prompt
 from rlinf.engines.base import PartialGroup, Request, Sampling
 from rlinf.engines.transformers.engine import TransformersEngine
-from rlinf.runs.roles import KINDS
 from tests.engines.transformers.test_engine import answers, packed, ragged, request, tiny
 
 EXPERTS = {

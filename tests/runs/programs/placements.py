@@ -9,9 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from rlinf.runs.prepare import prepare
 from rlinf.runs.rules import load_any
-from rlinf.runs.start import loop_of, open_run_directory
+from rlinf.runs.start import loop_of, open_run_directory, prepare
 from rlinf.runtime.system.torchrun import run
 
 

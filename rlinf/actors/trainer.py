@@ -357,7 +357,7 @@ class Trainer(TextTrainer):
         Args:
             data: checked, see `Datum.check`.
             loss: of each token.
-            model: which of the adapters learn, of those that `open_model` made.
+            model: which one learns, of those that `open_model` made.
 
         Raises:
             ValueError: there is no such model, or this trainer does not compute so.
@@ -438,10 +438,12 @@ class Trainer(TextTrainer):
         """Compute passes of several models, each cut into the micro-batches that it has alone."""
         back, packing = self._fsdp(), replace(self._packing, trees=False)
         cuts = [[share for (share,) in MicroBatchPacker(packing).close(some)] for some in rows]
+        budget = packing.budget if back.apart.multiple else 0
+        alone = {one.model for one in passes if not back.shares_base(self._models[one.model])}  # type: ignore[arg-type]
         for at_once in zip_longest(*cuts):  # never two of one model, whose gradients add up one after the other
             present = [(one, mine) for one, mine in zip(passes, at_once, strict=True) if mine]
-            sizes = [sum(row.size for row in mine) for _, mine in present]
-            for some in cut(present, sizes, packing.budget if back.apart.multiple else 0):
+            sizes = [budget + 1 if one.model in alone else sum(row.size for row in mine) for one, mine in present]
+            for some in cut(present, sizes, budget):
                 parts = [
                     ModelPass(self._models[one.model], pack(mine, shares=False), one.loss)  # type: ignore[arg-type]
                     for one, mine in some
@@ -500,16 +502,17 @@ class Trainer(TextTrainer):
             raise ValueError(f"{call}: gradients of forward_backward wait for optim_step; call that first")
 
     @endpoint(device=True, joint=True)
-    async def open_model(self, name: str, lora: Mapping[str, Any], seed: int = 0) -> None:
-        """Give the base model further adapters, which learn by an optimizer of their own.
+    async def open_model(self, name: str, lora: Mapping[str, Any] | None, seed: int = 0) -> None:
+        """Give the base model further adapters, which learn by an optimizer of their own; or all of its weights once
+        more.
 
         Args:
             name: of the model that they make of it: letters and digits, new.
-            lora: see `add_adapters`.
-            seed: of their values.
+            lora: see `add_adapters`; None: all weights, as the base has them.
+            seed: of the adapters' values.
 
         Raises:
-            ValueError: the name is in use, or there can be no such adapters.
+            ValueError: the name is in use, or there can be no such model.
         """
         if name in self._models or not name.isalnum():
             raise ValueError(f"open_model: {name!r} must be letters and digits, and new")
@@ -526,7 +529,8 @@ class Trainer(TextTrainer):
 
     @endpoint(device=True, joint=True)
     async def save_model(self, name: str, path: str, optimizer: bool = True) -> None:
-        """Write a model's adapters, in peft's format, and what their optimizer keeps; on the disk when it returns."""
+        """Write a model's adapters, in peft's format, or all its weights, for transformers, and what their optimizer
+        keeps; on the disk when it returns."""
         await self.compute_spmd(partial(self._fsdp().save, optimizer=optimizer), self._model(name), Path(path))
 
     @endpoint(device=True, joint=True)
@@ -534,14 +538,15 @@ class Trainer(TextTrainer):
         """Take over what `save_model` wrote, in place of what the model has and of its gradients.
 
         Raises:
-            ValueError: it is of other layers or another rank, or was saved without its optimizer.
+            ValueError: it is of other layers or another rank, or of adapters where this is all weights, or was saved
+                without its optimizer.
         """
         await self.compute_spmd(partial(self._fsdp().load, optimizer=optimizer), self._model(name), Path(path))
         self._gathered.discard(name)
 
     @endpoint(device=True, joint=True)
     async def model_weights(self, name: str | None, version: int) -> Weights | None:
-        """The base model's weights with a model's adapters merged in, or, for None, without any; as a copy.
+        """The weights of a model, its adapters merged in, or, for None, of the base; as a copy.
 
         Args:
             name: of the model.

@@ -110,22 +110,24 @@ def copy_model(
     shard_bytes: int = SHARD_BYTES,
     at_hand: Mapping[int, Tensor | LateCopy] | None = None,
     pictures: Pictures | None = None,
+    adapter: str | None = lora.POLICY,
 ) -> ModelCopy | None:
     """Copy a model to host memory. Blocking; every rank calls it, and the lead gets the copy.
 
     Args:
-        model: whole or sharded by FSDP2, with or without adapters, which are merged.
+        model: whole or sharded by FSDP2, with or without adapters.
         tokenizer: to be written beside it.
         lead: this rank will write.
         dtype: what floating-point tensors are written as, such as bfloat16; None: as they are.
         shard_bytes: bound on a weights file.
         at_hand: copies that exist already, by the address of the original's memory.
         pictures: reads those of prompts, whose preprocessor is to be written beside it, too.
+        adapter: name of the adapters that are merged; None: none.
     """
     reshard(model)
     available = at_hand or {}
     tensors: dict[str, Tensor | LateCopy] = {}
-    for name, tensor in _saved(model):
+    for name, tensor in _saved(model, adapter):
         if isinstance(tensor, DTensor):  # cast before it is sent
             ((_, tensor),) = gathered([(name, tensor)], dtype=dtype)
         if lead:
@@ -143,9 +145,9 @@ def _copy(tensor: Tensor, dtype: torch.dtype, twin: Tensor | LateCopy | None) ->
     return twin if fits else LateCopy(tensor, dtype)
 
 
-def _saved(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def _saved(model: PreTrainedModel, adapter: str | None) -> Iterator[tuple[str, Tensor]]:
     """Parameters, and the buffers that belong to a model's weights."""
-    yield from lora.merged_named_parameters(model)
+    yield from lora.merged_named_parameters(model, adapter)
     saved = model.state_dict().keys()
     yield from ((lora.plain_name(name), buffer) for name, buffer in model.named_buffers() if name in saved)
 

@@ -9,7 +9,7 @@ train it. All of it blocks and knows no actor. Ranks must call the same methods 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,14 +27,14 @@ from rlinf.algos.token_losses import TokenLoss
 from rlinf.config.learning import LearningSettings, ParallelConfig
 from rlinf.data.packing import Packed, beside
 from rlinf.data.safetensors_io import make_room, settle, write_tensors
-from rlinf.data.weights import Export
+from rlinf.data.weights import Export, misfits
 from rlinf.models.language import lora as adapters
 from rlinf.models.language.arrangement import Sharding, arranged, stages_refused
-from rlinf.models.language.build import ModelSpec, build_module, own_dtype, place
+from rlinf.models.language.build import ModelSpec, build_model, build_module, own_dtype, place
 from rlinf.models.language.fsdp import ALONE, Layout, dtype_of
 from rlinf.models.language.moe import Mixture
 from rlinf.models.language.policy_model import HEAD, PolicyModel
-from rlinf.models.language.tenants import Apart, Tenant, rows_apart, rows_by
+from rlinf.models.language.tenants import Apart, Tenant, WholeWeights, rows_apart, rows_by
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
@@ -57,7 +57,7 @@ class ModelPass(NamedTuple):
 
 
 OPTIMIZER = "optimizer.safetensors"
-"""File beside saved adapters: what their optimizer keeps."""
+"""File beside a saved model: what its optimizer keeps."""
 
 
 class Learner(ScheduledOptimizer):
@@ -68,16 +68,24 @@ class Learner(ScheduledOptimizer):
         settings: of the optimizer and its schedule.
         layout: how the module lies on the ranks that train it.
         adapter: name of the adapters that it computes with and trains; None: what the module computes with.
+        whole: weights that it trains in place of adapters, under that name.
 
     Raises:
         ValueError: an unknown schedule, or one that falls without knowing when it ends.
     """
 
     def __init__(
-        self, module: PolicyModel, settings: LearningSettings, layout: Layout = ALONE, adapter: str | None = None
+        self,
+        module: PolicyModel,
+        settings: LearningSettings,
+        layout: Layout = ALONE,
+        adapter: str | None = None,
+        whole: WholeWeights | None = None,
     ):
         own = None if adapter is None else [parameter for _, parameter in adapters.saved_names(module, adapter)]
-        self._policy, self._layout, self.adapter = module, layout, adapter or adapters.POLICY
+        if whole is not None:
+            own = [each for each in whole.named.values() if each.requires_grad]
+        self._policy, self._layout, self.adapter, self.whole = module, layout, adapter or adapters.POLICY, whole
         super().__init__(module, settings, own)
         self._leads = layout.ranks is None or layout.ranks.get_local_rank() == 0
 
@@ -120,7 +128,7 @@ class Learner(ScheduledOptimizer):
             ranks=layout.ranks,
             leads=lambda _: layout.first_copy,
             grad_clip=self._grad_clip,
-            named=self.module.named_parameters(),
+            named=self.module.named_parameters() if self.whole is None else self.whole.named.items(),
         )
 
 
@@ -128,12 +136,20 @@ class FsdpBackEnd:
     """See `BackEnd`."""
 
     def __init__(
-        self, module: PolicyModel, layout: Layout, ranks: Ranks, spec: ModelSpec, saved_dtype: torch.dtype
+        self,
+        module: PolicyModel,
+        layout: Layout,
+        ranks: Ranks,
+        spec: ModelSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        saved_dtype: torch.dtype,
     ) -> None:
-        self.module, self.layout, self._saved_dtype = module, layout, saved_dtype
+        self.module, self.layout, self._tokenizer, self._saved_dtype = module, layout, tokenizer, saved_dtype
         self._base = spec.source if isinstance(spec.source, str) and spec.lora is not None else None
         self._learning = {name: f"{ADAPTER}_{name}" for name in spec.learning}
-        self._adapted = spec.lora is not None
+        self._adapted, self._frozen = spec.lora is not None, spec.freeze
+        self._whole: dict[str, WholeWeights] = {}
+        """Of models that learn all weights, by name."""
         where = arranged(spec.compute.sharding, ranks.machines, spec.compute.parallel)
         self.data_ranks, self.copies_of_ranks = where.shares, where.copies
         self._rank, self._ranks = ranks.rank, ranks.world_size
@@ -152,7 +168,7 @@ class FsdpBackEnd:
         module = await ranks.compute(cls.build, spec, tokenizer, ranks.device, layout)
         auto = compute.saved_dtype == "auto"
         saved = await ranks.compute(own_dtype, spec.source) if auto else dtype_of(compute.saved_dtype)
-        return cls(module, layout, ranks, spec, saved)
+        return cls(module, layout, ranks, spec, tokenizer, saved)
 
     build = staticmethod(build_module)
     """Makes the module; blocking, and a collective where it lies in slices."""
@@ -197,7 +213,7 @@ class FsdpBackEnd:
         if adapter != adapters.POLICY:  # another policy, which routes by itself
             here = here.routed(None)
         own = rows_by(self.module, here.tenants) if here.tenants else nullcontext()
-        with own if adapter == adapters.POLICY else adapters.using(self.module, adapter):
+        with self._weights_of(adapter), own if adapter == adapters.POLICY else adapters.using(self.module, adapter):
             outputs: Outputs = self.module(here, **how)
         reshard(self.module)  # without a backward pass the whole weights would stay, and grow old
         return outputs
@@ -206,10 +222,35 @@ class FsdpBackEnd:
         return self.merged(adapters.POLICY, dtype)
 
     def merged(self, adapter: str | None, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor | Export]]:
-        """`export` with adapters of a name added in, or, for None, with none."""
-        return exported(self.model, dtype, self.layout.slices, adapter) if self.layout.first_copy else iter(())
+        """`export` with adapters of a name added in, or, for None, with none; or of the model that has that name and
+        weights of its own."""
+        if not self.layout.first_copy:
+            return iter(())
+        with self._weights_of(adapter):  # each is named here, and made later
+            return iter([*exported(self.model, dtype, self.layout.slices, self._merges(adapter))])
 
-    # Further adapters ---------------------------------------------------------------------------------------------
+    # Further models -----------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _weights_of(self, name: str | None) -> Iterator[None]:
+        """Compute with the weights of a model: its own if it has all of them, and otherwise the base's."""
+        if name not in self._whole:
+            yield
+            return
+        with self._whole[name].in_place():
+            self.module.invalidate(renew=True)
+            try:
+                yield
+            finally:
+                self.module.invalidate(renew=True)
+
+    def _merges(self, name: str | None) -> str | None:
+        """Adapters of a model of that name; None: it has none."""
+        return None if name in self._whole else name
+
+    def shares_base(self, learner: Learner) -> bool:
+        """The learner's model is adapters, which can be computed with beside others."""
+        return learner.whole is None
 
     @torch.no_grad()
     def keep_as(self, name: str) -> None:
@@ -227,12 +268,12 @@ class FsdpBackEnd:
         for key, parameter, scale in adapters.scaled_parts(self.model, name) if self.layout.first_copy else ():
             yield key, Export(tuple(parameter.shape), parameter.dtype, partial(torch.mul, parameter.detach(), scale))
 
-    def open(self, name: str, lora: Mapping[str, Any], seed: int, settings: LearningSettings) -> Learner:
-        """Give the model further adapters, with an optimizer of their own.
+    def open(self, name: str, lora: Mapping[str, Any] | None, seed: int, settings: LearningSettings) -> Learner:
+        """Give the base further adapters, or all of its weights once more, with an optimizer of their own.
 
         Args:
-            name: of the adapters.
-            lora, seed: see `open_adapters`.
+            name: of the model that they make.
+            lora, seed: see `open_adapters`; None: all weights, which begin as the base's.
             settings: of the optimizer.
 
         Raises:
@@ -243,6 +284,9 @@ class FsdpBackEnd:
                 "further adapters need model.lora.r above 0, and a trainer of one rank without "
                 "trainer.working_copy=false, for which FSDP casts each layer"
             )
+        if lora is None:
+            self._whole[name] = WholeWeights(self.model, self._frozen)
+            return Learner(self.module, settings, self.layout, name, self._whole[name])
         adapters.open_adapters(self.model, lora, name, seed)
         self.module.invalidate(renew=True)
         return Learner(self.module, settings, self.layout, name)
@@ -261,7 +305,7 @@ class FsdpBackEnd:
         """Log-probs of micro-batches of several models, [learned] each; adds the gradients of those that have a loss.
 
         Args:
-            passes: one for each model; more than one only where they are `apart`.
+            passes: one for each model; more than one only where they are `apart`, and of adapters.
         """
         device = next(self.module.parameters()).device
         batches = [each.batch.to(device) for each in passes]
@@ -273,7 +317,8 @@ class FsdpBackEnd:
             for each, mine, learned in zip(passes, *places, strict=True)
         ]
         learns = any(each.loss is not None for each in passes)
-        with rows_by(self.model, tenants), self.module.computing(), torch.set_grad_enabled(learns):
+        own = self._weights_of(passes[0].learner.adapter)
+        with own, rows_by(self.model, tenants), self.module.computing(), torch.set_grad_enabled(learns):
             sizes = [len(each.targets) for each in batches]
             whole = self.module(beside(batches, self.apart.multiple or 1))[0]
             *logprobs, _ = whole.split([*sizes, len(whole) - sum(sizes)])
@@ -289,18 +334,30 @@ class FsdpBackEnd:
         return [each.detach() for each in logprobs]
 
     def close(self, name: str) -> None:
-        """Take adapters of that name out of the model."""
-        adapters.close_adapters(self.model, name)
+        """Forget the adapters of that name, or the weights."""
+        if self._whole.pop(name, None) is None:
+            adapters.close_adapters(self.model, name)
         self.module.invalidate(renew=True)
 
+    def _learned(self, learner: Learner) -> dict[str, nn.Parameter]:
+        """Parameters of a model, by the names that its files have for its optimizer."""
+        return dict(adapters.saved_names(self.model, learner.adapter)) if learner.whole is None else learner.whole.named
+
     def save(self, learner: Learner, directory: Path, *, optimizer: bool) -> None:
-        """Write adapters in peft's format and, beside them, what their optimizer keeps; on the disk when it returns."""
-        copy = copy_adapter(self.model, self._base, lead=True, name=learner.adapter)
+        """Write adapters in peft's format, or all weights for `from_pretrained`, and, beside them, what their optimizer
+        keeps; on the disk when it returns."""
+        copy: HostCopy | None
+        if learner.whole is None:
+            copy = copy_adapter(self.model, self._base, lead=True, name=learner.adapter)
+        else:
+            how: dict[str, Any] = {"dtype": torch.float32, "pictures": self.module.pictures, "adapter": None}
+            with learner.whole.in_place():
+                copy = copy_model(self.model, self._tokenizer, lead=True, **how)
         assert copy is not None  # it leads
         if optimizer:
             state = {
                 f"{name}.{key}": value.detach().reshape(value.shape or (1,)).cpu()
-                for name, parameter in adapters.saved_names(self.model, learner.adapter)
+                for name, parameter in self._learned(learner).items()
                 for key, value in kept_by(learner.optimizer, parameter).items()
             }
             make_room(directory, sum(value.nbytes for value in state.values()))
@@ -309,28 +366,48 @@ class FsdpBackEnd:
 
     @torch.no_grad()
     def load(self, learner: Learner, directory: Path, *, optimizer: bool) -> None:
-        """Take over adapters that `save` wrote; with what their optimizer kept, or with a new one.
+        """Take over what `save` wrote; with what its optimizer kept, or with a new one.
 
         Raises:
-            ValueError: they are of another rank or other layers, or nothing of an optimizer was saved.
+            ValueError: it is of another rank or other layers, or adapters where these are all weights or the other way
+                round, or nothing of an optimizer was saved.
         """
         if optimizer and not (directory / OPTIMIZER).is_file():
             raise ValueError(f"{directory.name} was saved without its optimizer")
-        adapters.check_shapes(self.model, learner.adapter, directory)
-        for parameter, value in adapters.saved_values(self.model, learner.adapter, str(directory)):
+        if (directory / adapters.ADAPTER_CONFIG).is_file() != (learner.whole is None):
+            kinds = ("adapters", "all weights")[:: 1 if learner.whole is not None else -1]
+            raise ValueError(f"{directory.name} is {kinds[0]}, and this model is {kinds[1]}")
+        if learner.whole is None:
+            adapters.check_shapes(self.model, learner.adapter, directory)
+        for parameter, value in self._saved_values(learner, directory):
             parameter.copy_(value)
         self.module.invalidate()
         learner.begin()
         learner.optimizer.state.clear()
         if not optimizer:
             return
-        names = dict(adapters.saved_names(self.model, learner.adapter))
+        names = self._learned(learner)
         with safe_open(directory / OPTIMIZER, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # no mapping
                 name, _, part = key.rpartition(".")
                 parameter, value = names[name], file.get_tensor(key)
                 whole = value.reshape(()) if value.shape != parameter.shape else value
                 learner.optimizer.state[parameter][part] = whole.to(parameter.device)
+
+    def _saved_values(self, learner: Learner, directory: Path) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """The values that a model's parameters have in a directory.
+
+        Raises:
+            ValueError: all weights of another model.
+        """
+        if learner.whole is None:
+            yield from adapters.saved_values(self.model, learner.adapter, str(directory))
+            return
+        own, saved = learner.whole.named, dict(build_model(str(directory), self._tokenizer).named_parameters())
+        arrived = {name: tuple(each.shape) for name, each in saved.items()}
+        if odd := misfits({name: tuple(each.shape) for name, each in own.items()}, arrived):
+            raise ValueError(f"{directory.name} is of another model: {odd}")
+        yield from ((parameter, saved[name]) for name, parameter in own.items())
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(parameter.shape) for name, parameter in self._layers()}
@@ -401,7 +478,11 @@ class FsdpBackEnd:
     def held(self, *optimizations: Optimization) -> Iterator[Tensor]:
         reshard(self.module)  # a forward that failed leaves whole weights behind
         self.module.invalidate(free=True)
-        return held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
+        yield from held(self.module, *(_ours(optimization).optimizer for optimization in optimizations))
+        for whole in self._whole.values():
+            for parameter in whole.named.values():
+                yield parameter
+                yield from () if parameter.grad is None else (parameter.grad,)
 
 
 async def laid_out(

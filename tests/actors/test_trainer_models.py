@@ -1,4 +1,5 @@
-"""Several models on one frozen base: each learns as if it were alone, by its own adapters and optimizer."""
+"""Several models on one frozen base: each learns as if it were alone, by its own adapters, or all weights, and
+optimizer."""
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from rlinf.actors.trainer import Trainer
 from rlinf.algos.token_losses import TokenLoss
+from rlinf.data.packing import Row
 from rlinf.models.language.tenants import rows_apart
 from rlinf.runtime.system.system import ActorSystem
 from rlinf.training.optimizer import Adam
@@ -36,8 +38,11 @@ def untied(tmp_path_factory):
     return str(directory)
 
 
+SMALL = {"r": 1, "alpha": 1, "target_modules": "auto"}
+
+
 async def spawned(system, base, lora=None, **more):
-    own = lora or {"r": 1, "alpha": 1, "target_modules": "auto"}
+    own = lora or SMALL
     more = {"micro_batch_tokens": 12, **more}
     return await system.spawn(Trainer, model=base, tokenizer=toys.ALPHABET, lora=own, **more)
 
@@ -103,6 +108,89 @@ async def test_gradients_and_three_steps_are_those_of_our_trainer_and_of_a_loop_
     assert toys.furthest(found, {name: parameter.detach() for name, parameter in names.items()}) < 1e-5
 
 
+async def whole(trainer, model, tmp_path, name="saved"):
+    await trainer.save_model(model, str(tmp_path / name))
+    net = AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+    return {path: parameter.detach() for path, parameter in net.named_parameters()}
+
+
+async def test_a_model_of_all_weights_learns_what_our_trainer_and_a_plain_loop_learn(base, tmp_path):
+    raw = Adam(1e8, eps=1e8)  # a first step of it moves weights by the gradient
+    adam = Adam(5e-3, eps=1e-4, weight_decay=0.1)  # less would divide roundings by roundings where a gradient is 0
+    async with ActorSystem.local() as system:
+        trainer = await spawned(system, base)
+        for model in ("w", "grad"):
+            await trainer.open_model(model, None)
+        start = await whole(trainer, "w", tmp_path, "start")
+        await steps(trainer, "grad", 1, raw)
+        moved = await whole(trainer, "grad", tmp_path, "grad")
+        ours = [*await steps(trainer, "w", adam=adam), *await trainer.forward(data(9), "w")]
+        found = await whole(trainer, "w", tmp_path)
+        published = {name: tensor.clone() for name, tensor in (await trainer.model_weights("w", 1)).named()}
+        same = {"model": base, "tokenizer": toys.ALPHABET, "micro_batch_tokens": 12}
+        once, alone = [await system.spawn(Trainer, name=name, **same) for name in ("once", "alone")]
+        await steps(once, "default", 1, raw)
+        told = [*await steps(alone, "default", adam=adam), *await alone.forward(data(9))]
+        own = [{name: tensor.clone() for name, tensor in (await one.weights()).named()} for one in (once, alone)]
+    assert toys.furthest(found, published) == 0
+    assert toys.furthest(moved, own[0]) < 1e-6
+    assert toys.furthest(found, own[1]) < 1e-6
+    for one, other in zip(ours, told, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+    net = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=5e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.1)
+    for step in range(3):
+        plain_loss(net, data(step), "ppo").backward()
+        for name, parameter in net.named_parameters() if not step else ():
+            torch.testing.assert_close(start[name] - moved[name], parameter.grad, atol=1e-5, rtol=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert toys.furthest(found, {name: parameter.detach() for name, parameter in net.named_parameters()}) < 1e-5
+    for datum, logprobs in zip(data(9), ours[-3:], strict=True):
+        np.testing.assert_allclose(logprobs, plain_logprobs(net, datum).detach().numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_all_weights_and_adapters_of_one_base_learn_bit_for_bit_what_each_learns_alone(tmp_path, dtype):
+    toys.model().bfloat16().save_pretrained(tmp_path / "base")
+    models, results = {"w": None, "v": None, "a": LORA, "b": OTHER}, []
+    for together in (False, True):
+        async with ActorSystem.local() as system:
+            trainer = await spawned(system, str(tmp_path / "base"), dtype=dtype, micro_batch_tokens=100)
+            for name, lora in models.items():
+                await trainer.open_model(name, lora, 7)
+            seen = [await trainer.forward(data(9))]
+            for step in range(2):
+                passes = [TokenPass(data(step + 5 * n), PPO, name) for n, name in enumerate(models)]
+                passes.append(passes.pop(1)._replace(loss=None))  # what learns nothing of it, last
+                at_once = [passes] if together else [[each] for each in passes]
+                seen += [arrays for some in at_once for arrays in await trainer.token_passes(some)]
+                for name in "wab":
+                    await trainer.optim_step(ADAM, name)
+                if together:  # as one waits on the disk
+                    await trainer.save_model("w", str(tmp_path / f"parked{step}"))
+                    await trainer.close_model("w")
+                    await trainer.open_model("w", None)
+                    await trainer.load_model("w", str(tmp_path / f"parked{step}"))
+            seen += [await trainer.forward(data(9)), await trainer.forward(data(9), "v")]
+            (best,) = await trainer.likeliest([Row.of_datum(data(9)[1], ())], 3, "w")
+            results.append((seen, best[0], await whole(trainer, "w", tmp_path, str(together))))
+            if not together:
+                with pytest.raises(ValueError, match="adapters"):
+                    await trainer.load_model("a", str(tmp_path / str(together)))
+                await trainer.save_model("a", str(tmp_path / "a"), False)
+                with pytest.raises(ValueError, match="all weights"):
+                    await trainer.load_model("w", str(tmp_path / "a"), False)
+    (alone, best, weights), (beside, same, others) = results
+    for one, other in zip(alone, beside, strict=True):
+        assert [each.tolist() for each in one] == [each.tolist() for each in other]
+    assert best.tolist() == same.tolist()
+    assert toys.furthest(weights, others) == 0
+    base = alone[0]
+    for kept in alone[-2:]:  # neither the base nor who learned nothing has anything of the others
+        assert [each.tolist() for each in kept] == [each.tolist() for each in base]
+
+
 async def test_a_model_learns_bit_for_bit_the_same_whether_others_are_there_or_not(base, tmp_path):
     results = []
     for crowded in (False, True):
@@ -162,6 +250,9 @@ async def test_saved_models_go_on_bit_for_bit_and_are_peft_s(base, tmp_path, opt
 
 async def test_what_cannot_be_is_refused_and_leaves_the_others_as_they_are(base):
     async with ActorSystem.local() as system:
+        four_bits = await spawned(system, base, {**SMALL, "base": "nf4"}, name="four", micro_batch_tokens=100)
+        with pytest.raises(ValueError, match=r"model\.lora\.base"):
+            await four_bits.open_model("w", None)
         trainer = await spawned(system, base)
         await trainer.open_model("a", LORA, 7)
         await trainer.forward_backward(data(0), PPO, "a")

@@ -454,7 +454,7 @@ def plain_name(name: str) -> str:
     return name.replace(_WRAPPED, "")
 
 
-def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def merged_named_parameters(model: nn.Module, adapter: str | None = POLICY) -> Iterator[tuple[str, Tensor]]:
     """Names and weights as the plain Hugging Face model has them, adapters added in; tied weights once.
 
     A model without adapters gives its own `named_parameters()`. Of a model that is spread over ranks they come as the
@@ -462,11 +462,12 @@ def merged_named_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Args:
         model: the Hugging Face model, spread or not, with adapters or without.
+        adapter: name of those that are added in; None: none.
 
     Yields:
         Name without wrappers, and a tensor that must not be changed; merged weights are made one at a time.
     """
-    for name, _, make in plain_parameters(model):
+    for name, _, make in plain_parameters(model, adapter):
         yield name, make()
 
 

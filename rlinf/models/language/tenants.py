@@ -1,4 +1,5 @@
-"""Several sets of adapters in one pass of their base: each row of a batch is computed with those that are its own.
+"""Several models on one base: sets of adapters in one pass, each row of a batch computed with those that are its own;
+and `WholeWeights`, which stand in the place of the base's while a model that learns all of them computes.
 
 The base's products are computed once over all rows, and each set of adapters adds its own, narrow product to the rows
 that are its own. What a row gets is the same bit for bit whatever other rows are there, as far as `rows_apart` finds
@@ -11,7 +12,7 @@ the logits of a chunk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rlinf.models.language.lora import adapted_layers
+from rlinf.models.language.four_bits import Nf4
+from rlinf.models.language.lora import adapted_layers, is_adapter, plain_name
 
 _VECTOR = 32
 """Numbers that torch's vector instructions take at a time on a CPU, at most; what is left over at an end is rounded
@@ -177,6 +179,49 @@ class HeadProducts:
                 whole = slice(at, min(at + self._chunk, mine.stop))
                 block = slice(whole.start - mine.start, whole.stop - mine.start)
                 yield number, block, whole, slice(max(first, at), min(last, whole.stop))
+
+
+class WholeWeights:
+    """All weights of a model once more, in float32 at least, to be learned apart from its own.
+
+    Args:
+        model: with adapters or without, whole on this rank.
+        frozen: names of modules whose weights do not learn.
+
+    Raises:
+        ValueError: its own have 4 bits.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: nn.Module, frozen: Collection[str]) -> None:
+        self.named: dict[str, nn.Parameter] = {}
+        """By their names in the plain model; tied ones once."""
+        own: dict[nn.Parameter, nn.Parameter] = {}
+        for path, weight in model.named_parameters():
+            if is_adapter(path):
+                continue
+            if isinstance(weight, Nf4):
+                raise ValueError("models of all weights need a base of more than 4 bits: leave model.lora.base out")
+            name, dtype = plain_name(path), torch.promote_types(weight.dtype, torch.float32)
+            learns = not {*frozen} & {*name.split(".")}
+            self.named[name] = own[weight] = nn.Parameter(weight.detach().to(dtype, copy=True), learns)
+        self._places = [
+            (module._parameters, name, weight, own[weight])
+            for module in model.modules()
+            for name, weight in module._parameters.items()
+            if weight is not None and weight in own
+        ]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Let the model compute with them, and whoever asks for its parameters have them."""
+        for parameters, name, _, mine in self._places:
+            parameters[name] = mine
+        try:
+            yield
+        finally:
+            for parameters, name, weight, _ in self._places:
+                parameters[name] = weight
 
 
 class Apart(NamedTuple):

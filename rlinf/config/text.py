@@ -367,6 +367,9 @@ class ServeConfig:
     """Models of all clients together."""
     max_open: int = Field(default=64, ge=1)
     """Models in memory; of those above it that nobody asks for, adapters and optimizer wait on the disk."""
+    max_whole: int = Field(default=0, ge=0)
+    """The same of models that learn all weights, which clients make by rank 0: each takes four times the bytes of the
+    base in float32, with gradients and optimizer. 0: there are none."""
     max_samples: int = Field(default=1024, ge=1)
     """Answers of one request."""
     max_body_mb: float = Field(default=64.0, gt=0)

@@ -124,6 +124,13 @@ class Datum:
             array[places] = value
         return Datum(ids[:-1], ids[1:], inputs)
 
+    @staticmethod
+    def check_length(count: int, longest: int | None) -> None:
+        """See that a model reads so many tokens; arguments and errors as of `check`."""
+        if not count or (longest is not None and count > longest):
+            limit = "" if longest is None else f", and the model takes 1 to {longest}"
+            raise ValueError(f"model_input has {count} tokens{limit}")
+
     def check(self, names: Sequence[str], vocabulary: int | None = None, longest: int | None = None) -> None:
         """See that a loss can be computed.
 
@@ -136,9 +143,7 @@ class Datum:
             ValueError: it cannot; the text names the input.
         """
         count = len(self.tokens)
-        if not count or (longest is not None and count > longest):
-            limit = "" if longest is None else f", and the model takes 1 to {longest}"
-            raise ValueError(f"model_input has {count} tokens{limit}")
+        Datum.check_length(count, longest)
         for name, ids in (("model_input", self.tokens), ("target_tokens", self.targets)):
             if ids.shape != (count,):
                 raise ValueError(f"{name} has the shape {list(ids.shape)} and must have that of model_input, [{count}]")

@@ -310,9 +310,7 @@ class App:
 
     async def _create_model(self, body: Mapping[str, Any]) -> Answer:
         self._service.check_base(body.get("base_model"))
-        lora = wanted(body, "lora_config", dict, None)
-        if lora is None:
-            raise Refused("lora_config is missing: this service trains adapters alone")
+        lora = wanted(body, "lora_config", dict, {"rank": 0})  # without any, all weights
         kind = wanted(body, "optimizer_config", dict, {}).get("type", "adamw")
         if kind != "adamw":
             raise Refused(f"optimizer_config.type={str(kind)[:50]!r}: this service has adamw alone")
@@ -334,8 +332,8 @@ class App:
     async def _get_info(self, body: Mapping[str, Any]) -> Answer:
         model, name = self._of_model(body)[0], self._service.config.model_name
         data = {"model_name": name, "tokenizer_id": self.tokenizer, "arch": "unknown"}
-        rank = {"is_lora": True, "lora_rank": model.about["rank"]}
-        return {"type": "get_info", "model_data": data, "model_id": model.id, "model_name": name, **rank}
+        about = {"model_data": data, "model_id": model.id, "model_name": name}
+        return {"type": "get_info", **about, **_adapters_of(model.about)}
 
     async def _forward(self, request: web.Request) -> Answer:
         if request.content_type != PROTOBUF:
@@ -359,7 +357,7 @@ class App:
         message = read("ForwardBackwardRequest", body)
         model, number = self._service.model(message.model_id), number or message.seq_id or None
         with self._refusing(model, number, spoils=not message.forward_only):
-            id = self._service.forward(model, number, PassRequest.of(message))
+            id = self._service.forward(model, number, PassRequest.of(message, self._service.session.limits[1]))
         return self._promised(model, "forward_backward", id, body)
 
     async def _optim_step(self, body: dict[str, Any]) -> Answer:
@@ -507,15 +505,17 @@ class App:
         return {"checkpoints": page, **({} if run else {"cursor": cursor})}
 
     def _about(self, model: Model) -> dict[str, Any]:
-        return self._run_facts(model.id, model.last_request, model.about["rank"], model.about["user_metadata"])
+        return self._run_facts(model.id, model.last_request, model.about, model.about["user_metadata"])
 
-    def _run_facts(self, id: str, last: float, rank: int, metadata: Any, owner: str | None = None) -> dict[str, Any]:
+    def _run_facts(
+        self, id: str, last: float, about: Mapping[str, Any], metadata: Any, owner: str | None = None
+    ) -> dict[str, Any]:
         facts: dict[str, Any] = {
             "training_run_id": id,
             "base_model": self._service.config.model_name,
             "model_owner": owner or self._service.owner(id),
         }
-        facts |= {"is_lora": True, "lora_rank": rank, "last_request_time": moment(last)}
+        facts |= {**_adapters_of(about), "last_request_time": moment(last)}
         return {**facts, "user_metadata": metadata}
 
     async def _runs(self, request: web.Request) -> Answer:
@@ -530,7 +530,7 @@ class App:
             return self._about(self._service.model(id))
         about = await asyncio.to_thread(self._service.store.newest, id)
         self._service.checkpoint(CheckpointPath.of(about["path"]))
-        return self._run_facts(id, about["time"], about["rank"], about.get("run_metadata"), about.get("owner", OWNER))
+        return self._run_facts(id, about["time"], about, about.get("run_metadata"), about.get("owner", OWNER))
 
     async def _sessions(self, request: web.Request) -> Answer:
         return {"sessions": _page(request, [each for each in self._service.sessions if self._service.visible(each)])[0]}
@@ -546,7 +546,7 @@ class App:
     async def _weights_info(self, body: Mapping[str, Any]) -> Answer:
         about = self._service.checkpoint(CheckpointPath.of(body.get("tinker_path")))
         layers = {f"train_{name}": about.get(name, False) for name in ("unembed", "mlp", "attn")}
-        return {"base_model": about["base_model"], "is_lora": True, "lora_rank": about["rank"], **layers}
+        return {"base_model": about["base_model"], **_adapters_of(about), **(layers if about["rank"] else {})}
 
     def _named(self, request: web.Request) -> CheckpointPath:
         """The checkpoint that a URL names, which may be seen."""
@@ -600,6 +600,11 @@ class App:
         if file not in await asyncio.to_thread(self._service.store.files, path):
             raise Refused(f"{path} has no file {file[:200]!r}", 404)
         return web.FileResponse(self._service.store.directory(path) / file)
+
+
+def _adapters_of(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Tell a model of adapters from one of all weights, by what either is made by."""
+    return {"is_lora": about["rank"] > 0, "lora_rank": about["rank"] or None}
 
 
 def _page(request: web.Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:

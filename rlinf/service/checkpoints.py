@@ -1,8 +1,8 @@
 """Checkpoints of a service's models on disk, by the paths that clients name: `tinker://RUN/weights/NAME`.
 
 A run is a model that was made once, `SESSION:train:NUMBER`; `weights` go on with their optimizer, `sampler_weights`
-answer, and `external_weights` can be downloaded. Each is a directory with adapters in peft's format and `about.json`;
-it is there whole or not at all.
+answer, and `external_weights` can be downloaded. Each is a directory with adapters in peft's format, or all weights as
+transformers has them, and `about.json`; it is there whole or not at all.
 """
 
 from __future__ import annotations

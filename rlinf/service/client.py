@@ -90,7 +90,7 @@ class ServiceClient:
         train_unembed: bool = True,
         user_metadata: dict[str, str] | None = None,
     ) -> Promise[TrainingClient]:
-        """New adapters on the base model."""
+        """New adapters on the base model; of rank 0, all of its weights."""
         lora = {"rank": rank, "seed": seed, "train_mlp": train_mlp, "train_attn": train_attn}
         body = {"lora_config": {**lora, "train_unembed": train_unembed}, "user_metadata": user_metadata}
         return self._training_client("create_model", {**body, "base_model": base_model})

@@ -199,7 +199,8 @@ class Switching:
 
     def __init__(self, switch: Callable[[str], Awaitable[None]]) -> None:
         self._switch = switch
-        self._state: str | None = None
+        self.state: str | None = None
+        """That it is in; None: in none that is known."""
         self._users = 0
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
         self._changing: asyncio.Task[None] | None = None
@@ -207,7 +208,7 @@ class Switching:
     @asynccontextmanager
     async def at(self, state: str) -> AsyncIterator[None]:
         """The thing is in this state; who came before for another one goes first."""
-        if self._waiting or self._changing is not None or (self._users and state != self._state) or not self._users:
+        if self._waiting or self._changing is not None or (self._users and state != self.state) or not self._users:
             turn = asyncio.get_running_loop().create_future()
             self._waiting.append((state, turn))
             self._advance()
@@ -239,10 +240,10 @@ class Switching:
         """Bring it into a state, and let all in who wait for that."""
         error: Exception | None = None
         try:
-            if state != self._state:
-                self._state = None
+            if state != self.state:
+                self.state = None
                 await self._switch(state)
-                self._state = state
+                self.state = state
         except Exception as failed:  # whatever it is, those that wait are given it
             error = failed
         self._changing = None

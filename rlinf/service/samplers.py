@@ -1,8 +1,9 @@
 """Answers by saved checkpoints, on the roles of one `rlinf.Session`.
 
 In: the path of a checkpoint, or the base model, and what is asked. Out: the result as clients read it. The rollout gets
-a checkpoint's adapters when it is asked for answers by them, and only an engine that takes none gets merged weights in
-turn; what is asked of the prompt, and which tokens were likeliest, the trainer computes with the same adapters.
+a checkpoint's adapters when it is asked for answers by them; whole models in turn, and merged ones where the engine
+takes no adapters; what is asked of the prompt, and which tokens were likeliest, the trainer computes with the same
+weights.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +31,8 @@ from rlinf.service.wire import Likeliest, Scores, Targets, sample_result
 
 _OPEN = 4
 """Checkpoints whose adapters stay in the trainer, to be merged or asked for log-probs again."""
+_OPEN_WHOLE = 1
+"""Whole models likewise, each as large as the base."""
 _HELD = 64
 """Checkpoints whose adapters stay in the engine when nobody is answered by them."""
 BASE = ""
@@ -71,6 +74,8 @@ class Samplers:
         self._names, self._published = itertools.count(1), itertools.count(session.step + 1)
         self._opened = Residents(self._open, lambda name: session.trainer.close_model(name), _OPEN)
         """Adapters in the trainer, by the keys of checkpoints."""
+        self._opened_whole = Residents(self._open, lambda name: session.trainer.close_model(name), _OPEN_WHOLE)
+        """Whole models there."""
         self._held = Residents(self._hold, lambda pair: session.rollout.unload(pair[0]), _HELD)
         """Adapters in the engine and their versions, by the keys of checkpoints."""
         self._takes_adapters: bool | None = None
@@ -83,6 +88,7 @@ class Samplers:
         await self._weights.close()
         await self._held.close()
         await self._opened.close()
+        await self._opened_whole.close()
 
     async def answer(self, path: str, request: SampleRequest) -> tuple[bytes, int]:
         """Answer; the result as clients read it, and how many tokens were sampled.
@@ -113,18 +119,29 @@ class Samplers:
     @asynccontextmanager
     async def _answering(self, weights: str) -> AsyncIterator[tuple[str | None, int]]:
         """The weights of a key answer: by which adapters in the engine, None for the model itself, and which version
-        they are. An engine that takes no adapters answers by one set of merged weights at a time."""
+        they are. The engine has one set of whole or merged weights at a time; adapters answer beside the base's."""
         rollout = self._session.rollout
         if self._takes_adapters is None:
-            self._takes_adapters = all(await rollout.takes_adapters())
-        if not self._takes_adapters:
-            async with self._weights.at(weights):
+            takes, version = all(await rollout.takes_adapters()), (await rollout.version())[0]
+            if self._takes_adapters is None:  # nobody else has asked meanwhile
+                self._takes_adapters = takes
+                if takes:  # it began with the base
+                    self._weights.state, self._version = BASE, version
+        state = BASE if self._takes_adapters and not self._whole(weights) else weights
+        async with self._weights.at(state):
+            if state == weights:
                 yield None, self._version
-        elif weights == BASE:
-            yield None, (await rollout.version())[0]
-        else:
+                return
             async with self._held.at(weights) as pair:
                 yield pair
+
+    def _whole(self, weights: str) -> bool:
+        """These are a whole model's, and no adapters."""
+        return weights != BASE and not self._store.about(CheckpointPath.of(weights.rpartition("@")[0]))["rank"]
+
+    def _in_trainer(self, weights: str) -> AbstractAsyncContextManager[str]:
+        """The model of a key is in the trainer, by the name that it is given."""
+        return (self._opened_whole if self._whole(weights) else self._opened).at(weights)
 
     async def _hold(self, weights: str) -> tuple[str, int]:
         """Have the engine hold the adapters of a key; their name there, and their version."""
@@ -141,7 +158,7 @@ class Samplers:
             return Scores()
         if weights == BASE:  # which the session's own adapters are, that nobody trains
             return await self._scored_by(POLICY, request, answers)
-        async with self._opened.at(weights) as name:
+        async with self._in_trainer(weights) as name:
             return await self._scored_by(name, request, answers)
 
     async def _scored_by(self, name: str, request: SampleRequest, answers: Sequence[Completion]) -> Scores:
@@ -179,17 +196,25 @@ class Samplers:
         return BASE if weights == BASE else f"{weights}@{self._store.about(CheckpointPath.of(weights))['time']}"
 
     async def _publish(self, weights: str) -> None:
-        """Have the rollout answer by the weights of a key, merged."""
+        """Have the rollout answer by the weights of a key, whole or merged."""
         trainer, self._version = self._session.trainer, next(self._published)
         if weights == BASE:
             await self._session.rollout.load(trainer.model_weights(None, self._version))
         else:
-            async with self._opened.at(weights) as name:
+            async with self._in_trainer(weights) as name:
                 await self._session.rollout.load(trainer.model_weights(name, self._version))
 
     async def _open(self, weights: str) -> str:
-        """Have the trainer open the adapters of a key; their name there."""
-        path = CheckpointPath.of(weights.rpartition("@")[0])
-        name = f"s{next(self._names)}"
-        await self._session.trainer.open_model(name, {"path": str(self._store.directory(path))}, 0)
+        """Have the trainer open the model of a key; its name there."""
+        trainer, name = self._session.trainer, f"s{next(self._names)}"
+        directory = str(self._store.directory(CheckpointPath.of(weights.rpartition("@")[0])))
+        if not self._whole(weights):
+            await trainer.open_model(name, {"path": directory}, 0)
+            return name
+        await trainer.open_model(name, None)
+        try:
+            await trainer.load_model(name, directory, False)
+        except BaseException:  # whatever came, cancelled too: its memory is wanted by others
+            await trainer.close_model(name)
+            raise
         return name

@@ -81,7 +81,7 @@ async def serving(
         settings = {"run_dir": directory, **_settings(config)}
         context = Session.local(**settings) if system is None else Session.connect(system, **settings)
         session = await stack.enter_async_context(context)
-        why_alone = await _try_models(session)
+        why_alone = await _try_models(session, whole=config.serve.max_whole > 0)
         service = Service(session, config.serve, root, keys, unembeds=await _unembeds(session, config))
         stack.push_async_callback(service.close)
         session.tokenizer.save_pretrained(root / "tokenizer")
@@ -108,17 +108,19 @@ async def serving(
         yield url, token or next(iter(named.values())), app
 
 
-async def _try_models(session: Session) -> str:
-    """See that the trainer can have models of clients; why they do not learn in common batches, if they do not.
+async def _try_models(session: Session, *, whole: bool) -> str:
+    """See that the trainer can have models of clients, `whole` ones, too; why they do not learn in common batches, if
+    they do not.
 
     Raises:
         InputError: it cannot.
     """
-    try:
-        await session.trainer.open_model("probe", {"r": 1, "alpha": 1, "target_modules": "auto"})
-    except ValueError as error:
-        raise InputError(f"rlinf serve: models of clients cannot be trained so: {error}") from None
-    await session.trainer.close_model("probe")
+    for lora in ({"r": 1, "alpha": 1, "target_modules": "auto"}, *([None] if whole else [])):
+        try:
+            await session.trainer.open_model("probe", lora)
+        except ValueError as error:
+            raise InputError(f"rlinf serve: models of clients cannot be trained so: {error}") from None
+        await session.trainer.close_model("probe")
     return await session.trainer.why_alone()
 
 

@@ -1,8 +1,8 @@
 """Sessions, models and samplers of a service's clients, on the roles of one `rlinf.Session`.
 
 In: calls of the API, read (`app.py`). Out: ids at once, and results as promises. A model is a set of adapters on the
-session's base with an optimizer of its own; its requests run in the order of their numbers. A sampler answers by a
-saved checkpoint (`samplers.py`). Who wakes whom: see `promises.py`.
+session's base, or all weights once more, with an optimizer of its own; its requests run in the order of their numbers.
+A sampler answers by a saved checkpoint (`samplers.py`). Who wakes whom: see `promises.py`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Model:
     adapters: str
     """Name of its adapters in the trainer."""
     about: dict[str, Any]
-    """`rank`, `attn`, `mlp`, `unembed` (since there are any of it), `seed`, `user_metadata`."""
+    """`rank` (0: all weights), `attn`, `mlp`, `unembed` (since there are any of it), `seed`, `user_metadata`."""
     load: tuple[str, bool] | None = None
     """Path of the checkpoint that it began with, and whether with its optimizer."""
     order: InOrder = field(default_factory=InOrder)
@@ -93,6 +93,11 @@ class Model:
     def line(self) -> str:
         """Its line in the journal."""
         return self.id.replace(":", "-")
+
+    @property
+    def whole(self) -> bool:
+        """It learns all weights."""
+        return not self.about["rank"]
 
     def number(self, wish: int | None) -> int:
         """Number of a request: as its client has it, or the next one."""
@@ -276,9 +281,11 @@ class Service:
         model.last_turn = next(self._moments)
         if model.open:
             return
-        await self._make_room()
+        await self._make_room(whole=model.whole)
         trainer, about = self.session.trainer, model.about
-        lora = {"r": about["rank"], "alpha": ALPHA, "target_modules": _targets(about)}
+        lora = None
+        if not model.whole:
+            lora = {"r": about["rank"], "alpha": ALPHA, "target_modules": _targets(about)}
         await trainer.open_model(model.adapters, lora, about["seed"])
         try:
             if model.saved is not None:
@@ -291,10 +298,11 @@ class Service:
             raise
         model.open = True
 
-    async def _make_room(self) -> None:
-        """Have models that nobody asks for wait on the disk, the one first that was asked for longest ago."""
-        there = [model for model in self.models.values() if model.open]
-        for model in sorted(there, key=lambda each: each.last_turn)[: max(0, len(there) - self.config.max_open + 1)]:
+    async def _make_room(self, *, whole: bool) -> None:
+        """Have models of a kind that nobody asks for wait on the disk, the one first that was asked for longest ago."""
+        there = [model for model in self.models.values() if model.open and model.whole == whole]
+        room = self.config.max_whole if whole else self.config.max_open
+        for model in sorted(there, key=lambda each: each.last_turn)[: max(0, len(there) - room + 1)]:
             if model.lock.locked() or model.gathered or model.spoilt is not None:
                 continue
             async with model.lock:
@@ -396,19 +404,35 @@ class Service:
                 "unembed": saved.get("unembed", False),
                 "user_metadata": about["user_metadata"],
             }
-        if about["unembed"] and not self._unembeds:
-            if path is not None or not (about["attn"] or about["mlp"]):
-                raise Refused(f"lora_config.train_unembed: {_NO_UNEMBED}")
-            about = {**about, "unembed": False}  # clients ask for it unless told otherwise; `weights_info` tells
-        _targets(about)
-        if not 1 <= about["rank"] <= self.config.max_rank:
-            raise Refused(f"lora_config.rank={about['rank']} must be from 1 to {self.config.max_rank}")
+        if about["rank"] == 0:
+            if not self.config.max_whole:
+                raise Refused(
+                    "lora_config.rank=0, or no lora_config, asks for all weights, and this service trains adapters "
+                    "alone (serve.max_whole=0)"
+                )
+        else:
+            about = self._of_adapters(about, new=path is None)
         if len(self.models) >= self.config.max_models:
             raise Busy(f"this service has room for {self.config.max_models} models; unload one")
         model = self._add(id, about, load)
         self.journal.request(SERVICE, id, {"call": "create_model", "about": about, "load": load})
         self._make(model)
         return id
+
+    def _of_adapters(self, about: dict[str, Any], *, new: bool) -> dict[str, Any]:
+        """What a model of adapters is made by; `new`, not from a checkpoint.
+
+        Raises:
+            Refused: something that cannot be.
+        """
+        if about["unembed"] and not self._unembeds:
+            if not new or not (about["attn"] or about["mlp"]):
+                raise Refused(f"lora_config.train_unembed: {_NO_UNEMBED}")
+            about = {**about, "unembed": False}  # clients ask for it unless told otherwise; `weights_info` tells
+        _targets(about)
+        if not 1 <= about["rank"] <= self.config.max_rank:
+            raise Refused(f"lora_config.rank={about['rank']} must be from 1 to {self.config.max_rank}")
+        return about
 
     def _add(self, id: str, about: dict[str, Any], load: tuple[str, bool] | None) -> Model:
         model = self.models[id] = Model(id, f"m{next(self._names)}", about, load)

@@ -87,11 +87,15 @@ class PassRequest:
     """Of each datum that was sent, targets at a position: so many of `data` are made of it; 0: one, as a plain list."""
 
     @staticmethod
-    def of(message: Any) -> PassRequest:
+    def of(message: Any, longest: int | None) -> PassRequest:
         """Read a `ForwardBackwardRequest`.
 
+        Args:
+            message: the request.
+            longest: tokens that the model has positions for.
+
         Raises:
-            ValueError: it has something in it that is not text.
+            ValueError: it has something in it that is not text, or a text that is too long.
         """
         settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
         for each in message.loss_fn_config_v2:
@@ -100,7 +104,7 @@ class PassRequest:
         widths = []
         for number, each in enumerate(message.data):
             try:
-                datum = _datum(each)
+                datum = _datum(each, longest)
                 widths.append(datum.targets.shape[1] if datum.targets.ndim == 2 else 0)
                 data += _columns(datum, message.loss_fn)
             except ValueError as error:
@@ -227,14 +231,15 @@ def _columns(datum: Datum, loss: str) -> list[Datum]:
     ]
 
 
-def _datum(message: Any) -> Datum:
+def _datum(message: Any, longest: int | None) -> Datum:
     parts = []
     for chunk in message.model_input:
         if chunk.image or chunk.dmel:
             raise ValueError("model_input has a chunk that is not encoded_text, which this service does not read")
         parts.append(_array(chunk.encoded_text.tokens, _INT32, "model_input"))
     tokens = np.concatenate([*parts, np.zeros(0, np.int32)]).astype(np.int64)
-    inputs = {each.key: _tensor(each.value, each.key) for each in message.loss_fn_inputs}
+    Datum.check_length(len(tokens), longest)  # before sparse numbers of so many take the memory of all
+    inputs = {each.key: _tensor(each.value, each.key, len(tokens)) for each in message.loss_fn_inputs}
     if "target_tokens" not in inputs:
         raise ValueError("target_tokens is missing, which every loss needs")
     targets = inputs.pop("target_tokens")
@@ -243,24 +248,24 @@ def _datum(message: Any) -> Datum:
     return Datum(tokens, targets.astype(np.int64), {key: value.astype(np.float32) for key, value in inputs.items()})
 
 
-def _tensor(message: Any, name: str) -> np.ndarray:
+def _tensor(message: Any, name: str, tokens: int) -> np.ndarray:
     shape = tuple(message.shape)
     if message.HasField("sparse_csr"):
-        return _dense(message, name, shape)
+        return _dense(message, name, shape, tokens)
     values = _array(message.dense, message.dtype, name)
     if shape and int(np.prod(shape)) != len(values):
         raise ValueError(f"{name} has {len(values)} values, and its shape is {list(shape)}")
     return values.reshape(shape) if shape else values
 
 
-def _dense(message: Any, name: str, shape: tuple[int, ...]) -> np.ndarray:
+def _dense(message: Any, name: str, shape: tuple[int, ...], tokens: int) -> np.ndarray:
     """Read a sparse `Tensor`, as clients send targets of several at a position and their weights: 0 where nothing is
     listed, which is a target that counts for nothing."""
     csr = message.sparse_csr
     values = _array(csr.values, message.dtype, name)
     rows, columns = _array(csr.crow_indices, _INT64, name), _array(csr.col_indices, _INT64, name)
-    if len(shape) != 2 or not 1 <= shape[1] <= MOST_TARGETS:
-        raise ValueError(f"{name} is sparse, of shape {list(shape)}, and must be of [tokens, 1 to {MOST_TARGETS}]")
+    if len(shape) != 2 or shape[0] != tokens or not 1 <= shape[1] <= MOST_TARGETS:
+        raise ValueError(f"{name} is sparse, of shape {list(shape)}, and must be of [{tokens}, 1 to {MOST_TARGETS}]")
     try:
         places = _places(rows, columns, shape)
         dense = np.zeros(shape, values.dtype)

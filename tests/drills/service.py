@@ -37,6 +37,8 @@ from tests.service.serving import KEY, TINY, read_sample, request
 
 REPLAY = "serve.replay_seconds=0.05"
 """States are saved often enough for a drill to meet one."""
+RANKS = (2, 0)
+"""Of the two models: one is adapters, one all weights."""
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
 PATIENCE = 1800.0
 """Seconds for what takes one or two; a start as `rlinf serve` took 300 where 25 others wanted the same two cores."""
@@ -116,7 +118,7 @@ class Client:
             if at.session is None:
                 at.session = (await self._ask("create_session", {}, 200))["session_id"]
             while len(at.models) < len(at.asks):
-                lora = {"rank": len(at.models) + 2, "seed": len(at.models)}
+                lora = {"rank": RANKS[len(at.models)], "seed": len(at.models)}
                 body = {"session_id": at.session, "model_seq_id": len(at.models), "base_model": "tiny"}
                 promise = await self._ask("create_model", {**body, "lora_config": lora}, 200)
                 at.models.append((await self._result(promise["request_id"]))["model_id"])
@@ -197,7 +199,7 @@ def weights(directory: Path) -> dict[str, str]:
 
 def arguments(directory: Path, port: int = 0) -> list[str]:
     """Overrides of a service there."""
-    return [*TINY, f"output_dir={directory}", REPLAY, f"serve.port={port}"]
+    return [*TINY, f"output_dir={directory}", REPLAY, "serve.max_whole=1", f"serve.port={port}"]
 
 
 # Kills --------------------------------------------------------------------------------------------------------------

@@ -22,9 +22,10 @@ from tests.service.serving import KEY, TINY, tiny
 tinker = pytest.importorskip("tinker", reason="the official client is not installed: pip install tinker")
 
 
-async def test_the_official_client_trains_samples_saves_and_goes_on(tmp_path):
-    async with tiny(tmp_path) as url:
-        await asyncio.to_thread(program, url)
+@pytest.mark.parametrize("rank", [3, 0])  # 0: all weights
+async def test_the_official_client_trains_samples_saves_and_goes_on(tmp_path, rank):
+    async with tiny(tmp_path, "serve.max_whole=1") as url:
+        await asyncio.to_thread(program, url, rank)
 
 
 def datum(**more):
@@ -33,14 +34,15 @@ def datum(**more):
     return types.Datum(model_input=types.ModelInput.from_ints([3, 4, 5]), loss_fn_inputs=inputs)
 
 
-def program(url):
+def program(url, rank):
     types = tinker.types
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
     rest = tinker.RestClient(base_url=url, api_key=KEY)
     (supported,) = rest.get_server_capabilities().result().supported_models
     assert (supported.model_name, supported.max_context_length) == ("tiny", 32)
-    trained = service.create_lora_training_client(base_model="tiny", rank=3, seed=5).result()
-    assert trained.get_info().lora_rank == 3
+    trained = service.create_lora_training_client(base_model="tiny", rank=rank, seed=5).result()
+    told = trained.get_info()
+    assert (told.is_lora, told.lora_rank) == (rank > 0, rank or None)
     assert trained.get_tokenizer().encode("12") == [4, 5]
 
     before = trained.forward([datum()], "cross_entropy").result()
@@ -123,22 +125,23 @@ def program(url):
     assert results[0] == results[1]
     listed = {each.checkpoint_id for each in rest.list_checkpoints(trained.model_id).result().checkpoints}
     assert listed == {"weights/state", "sampler_weights/named", "sampler_weights/session-0"}
-    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == 3
+    assert rest.get_weights_info_by_tinker_path(saved).result().lora_rank == (rank or None)
     assert rest.list_training_runs().result().cursor.total_count == 2
     rest.delete_checkpoint_from_tinker_path(named).result()
     assert len(rest.list_user_checkpoints().result().checkpoints) == 2
     kept = other.save_weights_external("kept").result().path
     urls = rest.get_external_weights_urls(kept).result().urls
-    assert set(urls) == {"adapter_config.json", "adapter_model.safetensors"}
-    with urllib.request.urlopen(urls["adapter_config.json"]) as file:
-        assert json.load(file)["r"] == 3
+    config, key, value = ("adapter_config.json", "r", rank) if rank else ("config.json", "model_type", "qwen2")
+    assert set(urls) >= {config, "adapter_model.safetensors" if rank else "model.safetensors"}
+    with urllib.request.urlopen(urls[config]) as file:
+        assert json.load(file)[key] == value
     with pytest.raises(urllib.error.HTTPError):
-        urllib.request.urlopen(urls["adapter_config.json"] + "0")
+        urllib.request.urlopen(urls[config] + "0")
     copied = rest.copy_weights(saved, "any project", ttl_seconds=7200).result()
     rest.set_checkpoint_ttl_from_tinker_path(copied, None).result()
     (copy,) = rest.list_checkpoints(copied.split("/")[2]).result().checkpoints
     assert (copy.tinker_path, copy.expires_at) == (copied, None)
-    assert rest.get_training_run_by_tinker_path(copied).result().lora_rank == 3
+    assert rest.get_training_run_by_tinker_path(copied).result().lora_rank == (rank or None)
     handle = sampler.get_sampler_handle()
     joined = tinker.SamplingClient.from_sampler_handle(handle, api_key=KEY)
     answer = joined.sample(prompt=prompt, num_samples=1, sampling_params=params).result()

@@ -1,6 +1,7 @@
 """The API as any program could speak it: order, repetition, bad requests, several models on one base."""
 
 import asyncio
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -58,14 +59,14 @@ async def test_requests_without_numbers_at_one_moment_are_each_their_own(tmp_pat
 async def test_models_that_learn_at_the_same_time_learn_bit_for_bit_what_each_learns_alone(tmp_path):
     learned = []
     for at_once in (False, True):
-        async with tiny(tmp_path / str(at_once)) as url, Http(url) as http:
-            models = [await http.model(seed=seed, rank=seed) for seed in (1, 2, 3)]
+        async with tiny(tmp_path / str(at_once), "serve.max_whole=1") as url, Http(url) as http:
+            models = [await http.model(seed=seed, rank=rank) for seed, rank in ((1, 1), (2, 0), (3, 3), (3, 0))]
 
             async def steps(model, seed, http=http):
                 metrics = []
                 for number in (1, 3, 5):
-                    await http.learn(model, number, tokens=range(3, 3 + 4 * seed), targets=[seed] * 4 * seed,
-                                     weights=[1] * 4 * seed)  # fmt: skip
+                    await http.learn(model, number, tokens=range(3, 3 + 3 * seed), targets=[seed] * 3 * seed,
+                                     weights=[1] * 3 * seed)  # fmt: skip
                     step = {"model_id": model, "seq_id": number + 1, "adam_params": ADAM}
                     metrics.append((await http.done("optim_step", step))["metrics"])
                 return metrics
@@ -92,10 +93,10 @@ async def test_half_a_batch_is_never_a_step(tmp_path):
 
 
 async def test_answers_are_those_of_the_weights_named_whoever_asks_at_the_same_time(tmp_path):
-    async with tiny(tmp_path) as url, Http(url) as http:
+    async with tiny(tmp_path, "serve.max_whole=1") as url, Http(url) as http:
         samplers = {}
-        for seed in (1, 2):
-            model = await http.model(seed=seed, rank=seed)
+        for seed, rank in ((1, 1), (2, 0)):
+            model = await http.model(seed=seed, rank=rank)
             for number in range(1, 9, 2):
                 await http.learn(model, number, targets=(seed + 3,) * 3)
                 await http.done(
@@ -324,14 +325,34 @@ def sparse(crow, columns, shape=(3, 2)):
 def test_sparse_targets_are_read_as_torch_reads_them_and_refused_where_they_have_no_place():
     message = sparse([0, 1, 1, 3], [1, 0, 1])
     parts = (torch.tensor(each) for each in ([0, 1, 1, 3], [1, 0, 1], [1, 2, 3]))
-    assert (wire._tensor(message, "x") == torch.sparse_csr_tensor(*parts, (3, 2)).to_dense().numpy()).all()
+    assert (wire._tensor(message, "x", 3) == torch.sparse_csr_tensor(*parts, (3, 2)).to_dense().numpy()).all()
     for bad in (
         ([0, 1, 1, 4], [1, 0, 1]), ([0, 2, 1, 3], [1, 0, 1]), ([0, 1, 3], [1, 0, 1]), ([1, 1, 1, 3], [1, 0, 1]),
         ([0, 1, 1, 3], [1, 0, 2]), ([0, 1, 1, 3], [1, -1, 1]), ([], []), ([0, 0], [], (1, 10**9)),
         ([0, 0], [], (10**12, 2)), ([0, 0], [], (1,)), ([0, 0], [], (-1, 2)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="weights"):
-            wire._tensor(sparse(*bad), "weights")
+            wire._tensor(sparse(*bad), "weights", 3)
+
+
+def test_sparse_numbers_of_a_text_that_is_too_long_take_no_memory():
+    rows = 10**6
+    crow, column = np.zeros(rows + 1, "<i8"), np.zeros(0, "<i8")
+    csr = {"values": b"", "crow_indices": crow.tobytes(), "col_indices": column.tobytes()}
+    tensor = {"sparse_csr": csr, "dtype": 2, "shape": [rows, 32]}
+    inputs = [{"key": "target_tokens", "value": tensor}]
+    tracemalloc.start()
+    try:
+        for tokens, named in ((rows, "model_input"), (4, "target_tokens")):
+            chunk = {"encoded_text": {"tokens": np.zeros(tokens, np.int32).tobytes()}}
+            data = [{"model_input": [chunk], "loss_fn_inputs": inputs}]
+            message = wire.read("ForwardBackwardRequest", wire.written("ForwardBackwardRequest", data=data))
+            tracemalloc.reset_peak()
+            with pytest.raises(ValueError, match=f"datum 0: {named}"):
+                wire.PassRequest.of(message, 32)
+            assert tracemalloc.get_traced_memory()[1] < 10 * crow.nbytes  # all of them would be 32 times so much
+    finally:
+        tracemalloc.stop()
 
 
 async def test_bad_requests_are_refused_by_what_is_wrong_and_touch_nothing(tmp_path):

@@ -420,7 +420,7 @@ class Service:
         return id
 
     def _of_adapters(self, about: dict[str, Any], *, new: bool) -> dict[str, Any]:
-        """What a model of adapters is made by; `new`, not from a checkpoint.
+        """Facts by which a model of adapters is made; `new`, not from a checkpoint.
 
         Raises:
             Refused: something that cannot be.

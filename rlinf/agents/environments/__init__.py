@@ -9,6 +9,7 @@ is `Adapting` makes each task when it is drawn, by what came of those before: an
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, Field, ValidationError, model_validator, validate_call
 
+from rlinf.config.importing import resolve
 from rlinf.data.sample import Prompt
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -76,6 +78,32 @@ def checked(init: Callable[..., None]) -> Callable[..., None]:
             raise UserError(f"{type(self).__name__}: {'; '.join(lines)}") from None
 
     return checking
+
+
+def by_path(argument: str, value: Any) -> Any:
+    """Look up the object that an argument names by a dotted path; what is no text is it already.
+
+    Raises:
+        UserError: there is nothing of that name.
+    """
+    if not isinstance(value, str):
+        return value
+    try:
+        return resolve(value)
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"{argument}={value!r}: {error}") from error
+
+
+def import_package(environment: str, name: str, install: str = "'rlinf[environments]'") -> Any:
+    """Import somebody's package.
+
+    Raises:
+        UserError: it is not installed, or needs what is not.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UserError(f"{environment}: {error}; pip install {install}") from error
 
 
 def reason(text: str) -> str:

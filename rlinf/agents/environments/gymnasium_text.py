@@ -8,14 +8,12 @@ a text where the environment's are texts, its `ansi` picture where it draws one,
 from __future__ import annotations
 
 import functools
-import importlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Seeded, Size, checked
+from rlinf.agents.environments import HeldOut, Seeded, Size, by_path, checked, import_package
 from rlinf.agents.tools.tool import output_text
-from rlinf.config.importing import resolve
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
@@ -65,14 +63,8 @@ class GymnasiumText(Seeded):
     ) -> None:
         self._id, self._settings = env, dict(settings or {})
         self._instructions, self._turns, self.sizes = instructions, turns, (size, held_out)
-        try:
-            self._show = resolve(observation) if isinstance(observation, str) else observation
-        except (ImportError, AttributeError) as error:
-            raise UserError(f"gymnasium_text: observation={observation!r}: {error}") from error
-        try:
-            self._package = importlib.import_module("gymnasium")
-        except ImportError as error:
-            raise UserError(f"gymnasium_text: {error}; pip install gymnasium") from error
+        self._show = by_path("gymnasium_text: observation", observation)
+        self._package = import_package("gymnasium_text", "gymnasium", "gymnasium")
         probe, spaces = self._make(), self._package.spaces
         space, self._draws = probe.action_space, "ansi" in probe.metadata.get("render_modes", ())
         self._draws = self._draws and not isinstance(probe.observation_space, spaces.Text) and self._show is None

@@ -20,10 +20,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Listed, checked, reason
+from rlinf.agents.environments import HeldOut, Listed, by_path, checked, reason
 from rlinf.agents.environments.dockerfile import Recipe, recipe_of
 from rlinf.agents.environments.harnesses import Bash, harness_of
-from rlinf.config.importing import resolve
 from rlinf.config.load import RunFailure
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -90,7 +89,7 @@ class Harbor(Listed):
         self._tasks = {each.path.name: each for each in map(_read, _directories(Path(tasks)))}
         self._harness = harness_of(harness)
         self.offers_tools = isinstance(self._harness, Bash)
-        self._make = resolve(containers) if isinstance(containers, str) else containers
+        self._make = by_path("harbor: containers", containers)
         self._settings, self._image, self._network = dict(settings or {}), image, network
         self.most_held_out = held_out
         self._weights = dict(weights or {})

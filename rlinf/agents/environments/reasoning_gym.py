@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-from rlinf.agents.environments import HeldOut, Levels, Rule, Size, checked
+from rlinf.agents.environments import HeldOut, Levels, Rule, Size, checked, import_package
 from rlinf.config.schema import nearest
 from rlinf.data.sample import Prompt
 from rlinf.rewards.base import Score
@@ -246,12 +246,9 @@ def _kept_out(row: Mapping[str, Any]) -> bool:
 
 
 def _package() -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)  # of what it imports
-            package = importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise UserError(f"reasoning_gym: {error}; pip install 'rlinf[environments]'") from error
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)  # of what it imports
+        package = import_package("reasoning_gym", "reasoning_gym")
     importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym.utils")
     return package

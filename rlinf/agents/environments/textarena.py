@@ -11,7 +11,6 @@ game thinks: games beside each other are what they are alone, and nobody else's 
 
 from __future__ import annotations
 
-import importlib
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rlinf.agents.agent import worked_on
-from rlinf.agents.environments import HeldOut, Seeded, Size, checked
-from rlinf.config.importing import resolve
+from rlinf.agents.environments import HeldOut, Seeded, Size, by_path, checked, import_package
 from rlinf.config.schema import nearest
 from rlinf.rewards.base import Score
 from rlinf.runtime.base.errors import UserError
@@ -68,7 +66,7 @@ class TextArena(Seeded):
             raise UserError("textarena: `games` names none")
         self._players, self._turns, self._settings = players, turns, dict(settings or {})
         self._past = opponent == _PAST
-        self._opponent = _resolved(opponent) if isinstance(opponent, str) and not self._past else opponent
+        self._opponent = opponent if self._past else by_path("textarena: opponent", opponent)
         if self._opponent is not None and not self._past and not callable(self._opponent):
             raise UserError(f"textarena: opponent={opponent!r} is no function from a text to an action")
         self.sizes, self.seed = (size, held_out), seed
@@ -159,7 +157,7 @@ class _Game:
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any], players: int, seed: int) -> None:
-        package = _package()
+        package = import_package("textarena", "textarena")
         games = package.envs.registration.ENV_REGISTRY
         if name not in games:
             close = nearest(name, games)
@@ -219,17 +217,3 @@ class _Game:
         finally:
             self._dice = random.getstate()
             random.setstate(others)
-
-
-def _resolved(path: str) -> Any:
-    try:
-        return resolve(path)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"textarena: opponent={path!r}: {error}") from error
-
-
-def _package() -> Any:
-    try:
-        return importlib.import_module("textarena")
-    except ImportError as error:
-        raise UserError(f"textarena: {error}; pip install 'rlinf[environments]'") from error

@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import gymnasium
 import numpy as np
@@ -35,44 +36,103 @@ _RIM = np.array([0.0, 0.05, 0.032], np.float32)
 """From the middle of the bowl's bottom to its wall, metres, which is 5 cm away there and stands between the fingers."""
 _OPEN = 0.08
 """Metres between the fingers."""
+_STARTS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+"""Which of LIBERO's fifty starts: half are for learning, the others for trials."""
 
 
 class BowlOnPlate(gymnasium.Env[np.ndarray, np.ndarray]):
     """State of 13 numbers: the places of the hand and of the bowl, the ways from the hand to the bowl's rim and from
-    the bowl to the plate, and how far the gripper is open."""
+    the bowl to the plate, and how far the gripper is open.
+
+    Args:
+        starts: one of `_STARTS`.
+        noise: standard deviation of what the hand does besides what it is told, as a part of the largest action: who
+            demonstrates shows how to come back from it (DART, arXiv:1703.09327).
+    """
 
     observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (13,), np.float32)
     action_space = gymnasium.spaces.Box(-1.0, 1.0, (4,), np.float32)
 
-    def __init__(self) -> None:
+    def __init__(self, starts: str = "all", noise: float = 0.0) -> None:
         libero._prepare()
         from libero.libero import benchmark, get_libero_path
         from libero.libero.envs.env_wrapper import ControlEnv
+        from robosuite.environments import base
 
         suite = benchmark.get_benchmark_dict()["libero_spatial"]()
         task = suite.get_task(_TASK)
         file = Path(get_libero_path("bddl_files"), task.problem_folder, task.bddl_file)
         drawn = {"use_camera_obs": False, "has_offscreen_renderer": False, "has_renderer": False}
-        self._simulation = ControlEnv(bddl_file_name=str(file), **drawn, horizon=10**6, hard_reset=False)
-        self._starts = suite.get_task_init_states(_TASK)
+        original, base.MjSim = base.MjSim, _undrawn(base.MjSim)
+        try:
+            self._simulation = ControlEnv(bddl_file_name=str(file), **drawn, horizon=10**6, hard_reset=False)
+        finally:
+            base.MjSim = original
+        self._starts, self._noise = suite.get_task_init_states(_TASK)[_STARTS[starts]], noise
+        self._draws = np.random.default_rng(0)
 
     def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
-        """The start of that number, modulo fifty."""
+        """The start of that number, modulo how many there are."""
         self._simulation.seed(seed)
-        self._simulation.reset()
+        libero._reset(self._simulation.env)
         self._simulation.set_init_state(self._starts[(seed or 0) % len(self._starts)])
+        self._draws = np.random.default_rng(seed)
         for _ in range(_SETTLE):
-            state, *_ = self.step(_STILL)
+            state, *_ = self._step(_STILL)
         return state, {}
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        """As LIBERO, with `noise`."""
+        moves = action[:3] + self._noise * self._draws.standard_normal(3) if self._noise else action[:3]
+        return self._step(np.append(moves, action[3]).clip(-1.0, 1.0))
+
+    def _step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
+        sim = self._simulation.env.sim
+        sim.moves = True
         observed, reward, solved, _ = self._simulation.step([*action[:3], 0.0, 0.0, 0.0, action[3]])
+        sim.moves = False
         hand, bowl, plate = (observed[f"{name}_pos"] for name in ("robot0_eef", "akita_black_bowl_1", "plate_1"))
         above = np.array([0.0, 0.0, _HEIGHT])
         ways = (hand - above, bowl - above, bowl + _RIM - hand, plate - bowl)
         fingers = observed["robot0_gripper_qpos"]
         state = np.concatenate([*(way * _SCALE for way in ways), [(fingers[0] - fingers[1]) / _OPEN]])
         return state.astype(np.float32), float(reward), bool(solved), False, {"success": bool(solved)}
+
+
+def _undrawn(base: Any) -> Any:
+    """A class of robosuite's simulations without textures, most of their memory, which computes each step once.
+
+    robosuite has a step computed whole before its controller, again within that, and a third time to move; the
+    controller needs places and speeds alone, the first half of it. So while it `moves`, that half is computed before,
+    and the other then. The solver of contacts begins from where it ended a step ago, not twice from its own answer:
+    after a hundred steps of the script places are 1e-6 metres elsewhere.
+    """
+    import mujoco
+
+    class Undrawn(base):  # type: ignore[misc]
+        moves = begun = False
+
+        @classmethod
+        def from_xml_string(cls, xml: str) -> Any:
+            root = ElementTree.fromstring(xml)
+            for texture in root.iter("texture"):
+                for key in [key for key in texture.attrib if key.startswith("file")]:
+                    del texture.attrib[key]
+                texture.attrib |= {"builtin": "flat", "width": "1", "height": "6"}
+            return super().from_xml_string(ElementTree.tostring(root, encoding="unicode"))
+
+        def forward(self) -> None:
+            if not self.moves:
+                super().forward()
+            elif not self.begun:
+                mujoco.mj_step1(self.model._model, self.data._data)
+                self.begun = True
+
+        def step(self, with_udd: bool = True) -> None:
+            mujoco.mj_step2(self.model._model, self.data._data)
+            self.begun = False
+
+    return Undrawn
 
 
 gymnasium.register("LiberoBowl-v0", "benchmarks.libero_bowl:BowlOnPlate", max_episode_steps=220)

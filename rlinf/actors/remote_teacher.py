@@ -24,6 +24,7 @@ from rlinf.data.tokenizer import TokenizerSource, load_tokenizer
 from rlinf.engines.served.server import Http, Lost, Refused
 from rlinf.models.distillation import TOP
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.streams.stream import each
 
 _PAUSE = 0.5
@@ -66,12 +67,12 @@ class RemoteTeacher(Actor):
         """
         url = urlsplit(server.url or "")
         if url.scheme not in ("http", "https") or not url.netloc:
-            raise ValueError(f"teacher.server.url: {server.url!r} is no address; write http://HOST:PORT/v1")
+            raise WrongSetting(f"teacher.server.url: {server.url!r} is no address; write http://HOST:PORT/v1")
         if settings.distribution == "hidden" or (settings.distribution == "top" and server.dialect == "echo"):
-            raise ValueError(_tells_less(server.dialect))
+            raise WrongSetting(_tells_less(server.dialect))
         key = None if server.key_env is None else os.environ.get(server.key_env)
         if server.key_env is not None and not key:
-            raise ValueError(f"teacher.server.key_env: the environment has no {server.key_env}")
+            raise WrongSetting(f"teacher.server.key_env: the environment has no {server.key_env}")
         self._server, self._settings, self._blend = server, settings, blend
         self._path = url.path.rstrip("/")
         self._translator: Translator | None = None

@@ -36,6 +36,7 @@ from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.scoring import Choices, SequenceClassifier, load_choices, load_classifier, longest_question
 from rlinf.rewards.base import Verdict
 from rlinf.runtime.actor.actor import endpoint
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.streams.stream import each
 from rlinf.training.checkpoint import held
 
@@ -102,7 +103,7 @@ class Question:
             ValueError: a chat is wanted, and there is no chat template.
         """
         if self.chat and not self.tokenizer.chat_template:
-            raise ValueError(f"{NAME}.chat: its tokenizer has no chat template; set chat: false")
+            raise WrongSetting(f"{NAME}.chat: its tokenizer has no chat template; set chat: false")
 
 
 def _answered(messages: Sequence[Any], response: str) -> list[Any]:

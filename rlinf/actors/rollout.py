@@ -53,7 +53,7 @@ from rlinf.models.language.cost import ModelCost
 from rlinf.models.language.sources import Limits, limits
 from rlinf.models.language.truth import Way
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.errors import UserError, WrongSetting
 from rlinf.runtime.base.tasks import InThreads, cancel_all
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.observe.stalls import Outside
@@ -107,7 +107,7 @@ class Rollout(Receiver):
             self._engine = absent_for(await self.compute(limits, model), settings)
         if settings.routes is True and not self._engine.routes:
             await self._engine.close()
-            raise ValueError(
+            raise WrongSetting(
                 f"trainer.router_replay=true: {settings.engine} does not tell to which experts of this model tokens "
                 "go: auto trains without it"
             )
@@ -498,7 +498,7 @@ def sampling_of(settings: RolloutSettings, model: ModelSource, tokenizer: PreTra
     """
     limit = limits(model)
     if limit.length is not None and settings.max_new_tokens >= limit.length:
-        raise ValueError(
+        raise WrongSetting(
             f"rollout.max_new_tokens={settings.max_new_tokens} leaves no room for a prompt: the model has "
             f"positions for {limit.length} tokens, prompt and answer together"
         )

@@ -39,7 +39,7 @@ from rlinf.models.language.lora import POLICY, apart
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.tenants import Tenant
 from rlinf.runtime.actor.actor import endpoint
-from rlinf.runtime.base.errors import UserError
+from rlinf.runtime.base.errors import UserError, WrongSetting
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.streams.handles import Holding
 from rlinf.runtime.streams.stream import Stream
@@ -150,7 +150,7 @@ class Trainer(TextTrainer):
             await self.compute(self._take_heads, self._spec.loss, settings)
         self._models[POLICY] = self._learner
         if self._adapter_of and (problem := self._refuses_own(settings)):
-            raise ValueError(f"agent.own_weights: adapters of single agents need {problem}")
+            raise WrongSetting(f"agent.own_weights: adapters of single agents need {problem}")
         self._batch: tuple[Sequence[Group], Sequence[float | np.ndarray]] | None = None
         self._learned: deque[Learned] = deque(maxlen=_REMEMBERED)
         if settings.join is not None:
@@ -200,11 +200,11 @@ class Trainer(TextTrainer):
         """
         module = getattr(self._back, "module", None)
         if not isinstance(module, PolicyModel) or module.divided:
-            raise ValueError(
+            raise WrongSetting(
                 "loss 'divergence' needs trainer.backend=fsdp, and a model that is not split (trainer.parallel)"
             )
         if part.top_k is None and not settings.teacher_models:
-            raise ValueError(
+            raise WrongSetting(
                 "loss 'divergence' over the whole vocabulary needs `teacher_models`, the saved teachers; or set top_k"
             )
         heads = [output_embedding(str(each)) for each in settings.teacher_models] if part.top_k is None else []
@@ -227,14 +227,14 @@ class Trainer(TextTrainer):
         """
         mixture: Any = getattr(self._back, "mixture", None)
         if settings.router_replay is True and mixture is None:
-            raise ValueError(
+            raise WrongSetting(
                 f"trainer.router_replay=true: trainer.backend={settings.backend} does not replay routes; auto trains "
                 "without"
             )
         if not settings.router_aux_loss:
             return None
         if mixture is None or not mixture.replays:
-            raise ValueError(
+            raise WrongSetting(
                 f"algorithm.router_aux_loss={settings.router_aux_loss:g} balances experts by what the engine chose: it "
                 "needs a mixture of experts, trainer.router_replay and a trainer.backend that replays routes; set it "
                 "to 0"

@@ -43,6 +43,7 @@ from rlinf.data.weights import Weights
 from rlinf.engines import ENGINES
 from rlinf.engines.grammars import missing
 from rlinf.models.language.truth import Way
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tasks import InThreads
 from rlinf.runtime.streams.stream import each
 
@@ -1154,13 +1155,13 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         TypeError: what it returns is no `Engine`.
     """
     if setup.drafts and (why := no_drafts(engine)) is not None:
-        raise ValueError(f"rollout.drafts=true: {why}")
+        raise WrongSetting(f"rollout.drafts=true: {why}")
     path = ENGINES.get(engine, engine)
     build = resolve(path)
     try:
         inspect.signature(build).bind(setup, **(args or {}))
     except TypeError as error:
-        raise ValueError(
+        raise WrongSetting(
             f"rollout.engine_args: {path} does not take {dict(args or {})}: {error}; it is called as "
             f"{path.rpartition('.')[2]}(setup, **rollout.engine_args)"
         ) from None
@@ -1176,5 +1177,5 @@ async def make(engine: str, setup: EngineSetup, args: Mapping[str, Any] | None =
         raise ValueError(f"staleness.kv={setup.kv}: {_other_kv(engine, instance.kv)}")
     if setup.weights != "full" and not instance.rounds:
         await instance.close()
-        raise ValueError(f"rollout.weights={setup.weights}: {_unrounded(engine)}")
+        raise WrongSetting(f"rollout.weights={setup.weights}: {_unrounded(engine)}")
     return instance

@@ -24,6 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from rlinf.config.learning import LearningSettings
 from rlinf.models.language.lora import ROUTERS, is_adapter
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tensors import shard_of
 from rlinf.runtime.transport.process_groups import all_gather
 
@@ -78,9 +79,9 @@ class Muon(Optimizer):
         learned, muon = {id(each) for each in parameters}, settings.muon
         own = [each for each in matrices if id(each) in learned]
         if not own:
-            raise ValueError("optimizer.kind=muon: no hidden matrix learns here; take adamw")
+            raise WrongSetting("optimizer.kind=muon: no hidden matrix learns here; take adamw")
         if any(isinstance(each, DTensor) and list(each.placements) != [Shard(0)] for each in own):
-            raise ValueError("optimizer.kind=muon: matrices split by trainer.parallel.tensor or expert; take adamw")
+            raise WrongSetting("optimizer.kind=muon: matrices split by trainer.parallel.tensor or expert; take adamw")
         mine = {id(each) for each in own}
         rest = [each for each in parameters if id(each) not in mine]
         lr, decay = settings.lr, settings.weight_decay

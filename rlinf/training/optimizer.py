@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from rlinf.algos.loss_sum import EffectiveSize, Explained, LossSum, Max, Mean, Metric, MetricGroup, within
 from rlinf.config.learning import LearningSettings
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tensors import give_back_freed, keep_freed, shard_of
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -79,7 +80,7 @@ def adamw(
         ValueError: bitsandbytes is not installed, or it is to be Muon, which needs to know the model.
     """
     if kind == "muon":
-        raise ValueError("optimizer.kind=muon: trainer.backend=fsdp alone has it; take adamw")
+        raise WrongSetting("optimizer.kind=muon: trainer.backend=fsdp alone has it; take adamw")
     if kind == "adamw":
         kinds = {(isinstance(each, DTensor), each.device.type, each.dtype) for each in parameters}
         alone = len(kinds) == 1 and not any(sliced or device != "cpu" for sliced, device, _ in kinds)
@@ -149,7 +150,7 @@ class AdamW8bit(Optimizer):
         try:
             from bitsandbytes.optim import AdamW8bit as Theirs
         except ModuleNotFoundError:
-            raise ValueError(
+            raise WrongSetting(
                 "optimizer.kind=adamw_8bit: bitsandbytes is not installed; pip install 'rlinf[optim8]'"
             ) from None
         super().__init__(parameters, {"lr": lr, "betas": betas, "eps": 1e-8, "weight_decay": weight_decay})

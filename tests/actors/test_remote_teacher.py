@@ -22,11 +22,13 @@ from rlinf.agents.endpoint.endpoint import Endpoint
 from rlinf.agents.llm import RolloutModel, Setting
 from rlinf.agents.tools.formats import call_format
 from rlinf.config.learning import ReferenceSettings, TeacherServerConfig
+from rlinf.config.load import InputError
 from rlinf.config.text import EndpointConfig
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.engines.served.server import Lost
 from rlinf.models.distillation import TOP
 from rlinf.models.language.build import build_model
+from rlinf.runs.start import runtime_errors_explained
 from tests.actors import toys
 
 GROUPS = toys.groups(5, longest=9, temperature=1.0)
@@ -203,11 +205,12 @@ async def test_what_is_no_address_or_key_or_is_not_told_is_refused_before_anythi
         ("top_k", {"url": "http://localhost/v1"}, {"distribution": "hidden"}),
     ):
         async with ActorSystem.local() as system:
-            with pytest.raises(ValueError, match=words):
+            with pytest.raises(InputError, match=words) as caught, runtime_errors_explained():
                 await system.spawn(
                     RemoteTeacher, server=TeacherServerConfig(**where), settings=ReferenceSettings(**how),
                     tokenizer=toys.ALPHABET,
                 )  # fmt: skip
+            assert isinstance(caught.value.__cause__, ValueError)  # as which programs catch it
 
 
 async def test_another_temperature_is_refused():

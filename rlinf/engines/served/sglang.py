@@ -52,6 +52,7 @@ from rlinf.engines.served.server import (
     model_files,
 )
 from rlinf.engines.served.shared_memory import SharedMemory
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tasks import OwnDirectory, in_thread
 from rlinf.runtime.base.tensors import own_device
 
@@ -603,7 +604,7 @@ async def build(setup: EngineSetup, **args: Any) -> SGLangEngine:
     """
     settings = settings_of(SGLangSettings, args, "rollout.engine_args")
     if settings.seeded and any(str(word).startswith("--speculative") for word in settings.args):
-        raise ValueError(
+        raise WrongSetting(
             "rollout.engine_args.args: SGLang verifies drafts by random numbers of its own, and seeds are to count: "
             "set rollout.engine_args.seeded=false, or leave out what is speculative"
         )
@@ -611,7 +612,7 @@ async def build(setup: EngineSetup, **args: Any) -> SGLangEngine:
     files = await setup.compute(model_files, setup)
     if settings.adapter_rank and (setup.pictures is not None or files.experts is not None):
         files.remove()
-        raise ValueError(
+        raise WrongSetting(
             "rollout.engine_args.adapter_rank: adapters beside models with experts, or that read pictures, were not "
             "tried: leave it out"
         )

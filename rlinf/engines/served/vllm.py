@@ -28,6 +28,7 @@ from rlinf.engines.base import EngineSetup, TextScores
 from rlinf.engines.served.adapters import Calls, NamedAdapters
 from rlinf.engines.served.engine import ServedEngine, start_server
 from rlinf.engines.served.server import Ask, Chunk, Http, ServerSettings, environment_of, model_files
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tasks import in_thread
 from rlinf.runtime.base.tensors import seen_by_children
 
@@ -231,7 +232,7 @@ async def build(setup: EngineSetup, **args: Any) -> VllmEngine:
     """
     settings = settings_of(VllmSettings, args, "rollout.engine_args")
     if setup.pictures is not None:
-        raise ValueError("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
+        raise WrongSetting("rollout.engine=vllm reads no pictures, and the model does: take sglang or transformers")
     arguments = _engine_args(setup, settings)
     server = VllmServer(
         interpreter(settings.python),
@@ -243,7 +244,7 @@ async def build(setup: EngineSetup, **args: Any) -> VllmEngine:
     files = await setup.compute(model_files, setup)
     if settings.adapter_rank and files.experts is not None:
         files.remove()
-        raise ValueError("rollout.engine_args.adapter_rank: adapters beside models with experts were not tried")
+        raise WrongSetting("rollout.engine_args.adapter_rank: adapters beside models with experts were not tried")
     return await start_server(VllmEngine, server, setup, files, settings)
 
 
@@ -256,13 +257,13 @@ def _engine_args(setup: EngineSetup, settings: VllmSettings) -> dict[str, Any]:
         "gpu_memory_utilization": settings.memory_share,
     }
     if reserved := sorted(own.keys() & settings.args.keys()):
-        raise ValueError(
+        raise WrongSetting(
             f"rollout.engine_args.args: {', '.join(reserved)} cannot be given here: the engine sets dtype by "
             "rollout.dtype, max_num_seqs by rollout.max_rows, max_model_len by the model, tensor_parallel_size and "
             "gpu_memory_utilization by rollout.engine_args.tensor_parallel and memory_share"
         )
     if settings.args.get("speculative_config") is not None:
-        raise ValueError(
+        raise WrongSetting(
             "rollout.engine_args.args: vLLM takes no speculative_config beside a logits processor, by which answers "
             "are drawn from their seeds here: leave it out, or take rollout.engine=transformers with rollout.drafts"
         )

@@ -42,6 +42,7 @@ from rlinf.engines.transformers.int8 import no_int8, round_layers
 from rlinf.engines.transformers.model import ModelForward, fastest
 from rlinf.engines.usual_lengths import UsualLengths
 from rlinf.models.language.truth import Way
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.tasks import InThreads, in_thread
 
 if TYPE_CHECKING:
@@ -171,7 +172,7 @@ class TransformersEngine(Engine):
         self._reread = how.reread
         if how.weights == "int8":
             if (problem := no_int8(model.device.type == "cpu")) is not None:
-                raise ValueError(f"rollout.weights=int8: {problem}")
+                raise WrongSetting(f"rollout.weights=int8: {problem}")
             round_layers(model)
         float8 = Float8Weights(model) if how.weights == "float8" else None
         self._forward = fastest(model.eval(), version, pictures)

@@ -46,6 +46,7 @@ from rlinf.engines.transformers.paged_attention import (
 )
 from rlinf.engines.transformers.sampling import Allowed, Rules, choose_allowed
 from rlinf.models.language.truth import Results
+from rlinf.runtime.base.errors import WrongSetting
 
 _TOKENS = 8192
 """Tokens read at once: enough to keep a GPU busy, and a bound on the memory it takes."""
@@ -615,10 +616,10 @@ def rows_for(
         ValueError: `graphs` is none of its values, or a recorder of one's own cannot record the model.
     """
     if (problem := unknown(graphs)) is not None:
-        raise ValueError(f"rollout.engine_args: {problem}")
+        raise WrongSetting(f"rollout.engine_args: {problem}")
     if graphs and "." in graphs:
         if not isinstance(forward, LeanForward) or forward.device.type != "cpu":
-            raise ValueError(f"rollout.engine_args: graphs={graphs} needs a Llama-like model on the CPU")
+            raise WrongSetting(f"rollout.engine_args: graphs={graphs} needs a Llama-like model on the CPU")
         name = "recorded steps, rehearsed on the CPU"
         return _graphed(forward, resolve(graphs)(), max_rows, _REHEARSED_PAGE, max_tokens, name)
     if graphs in ("off", False) or forward.device.type != "cuda":

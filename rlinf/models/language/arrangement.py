@@ -11,6 +11,7 @@ from math import lcm
 from typing import Literal, get_args
 
 from rlinf.config.learning import ParallelConfig
+from rlinf.runtime.base.errors import WrongSetting
 
 Sharding = Literal["shard", "replicate", "hybrid"]
 """One copy in slices over all ranks (FSDP2); a whole copy on every rank (data parallel), or on those that compute
@@ -82,7 +83,7 @@ def _check(ranks: int, least: int, parallel: ParallelConfig, what: str) -> None:
         split = [f"{name} {size}" for name in ("tensor", "context") if (size := getattr(parallel, name)) > 1]
         parts = [f"a copy of the model is split over {' x '.join(split)} processes"] if split else []
         parts += [f"its experts over {parallel.expert}"] if parallel.expert > 1 else []
-        raise ValueError(
+        raise WrongSetting(
             f"trainer.parallel: {', '.join(parts)}, so the number of processes must be a multiple of {least}, and "
             f"there are {ranks} {what}"
         )

@@ -55,6 +55,7 @@ from rlinf.models.language.moe import StackedExperts, split_experts
 from rlinf.models.language.policy_model import PolicyModel, ScoreModel, ValueModel, head_is_plain
 from rlinf.models.language.sources import ModelSource, files_of, new_config, pictures_of
 from rlinf.models.language.tensor_parallel import TensorRanks, halves, split_matrices
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.base.progress import work
 
 fold_transformers()
@@ -205,12 +206,12 @@ def freeze(model: nn.Module, modules: Sequence[str]) -> None:
     parameters = [(set(name.split(".")), parameter) for name, parameter in model.named_parameters()]
     for name in modules:
         if not any(name in parts for parts, _ in parameters):
-            raise ValueError(f"model.freeze: {type(model).__name__} has no module {name!r} with weights")
+            raise WrongSetting(f"model.freeze: {type(model).__name__} has no module {name!r} with weights")
     for parts, parameter in parameters:
         if parts & set(modules):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for _, parameter in parameters):
-        raise ValueError(f"model.freeze={list(modules)} leaves nothing that learns")
+        raise WrongSetting(f"model.freeze={list(modules)} leaves nothing that learns")
 
 
 def build_module(
@@ -266,7 +267,7 @@ def build_module(
 def _split(module: PolicyModel, layout: Layout) -> dict[nn.Parameter, DeviceMesh]:
     """Leave this rank its part of matrices and experts; what was split, with the ranks that have the same part."""
     if module.pictures is not None and {layout.division, layout.matrices, layout.experts} != {None}:
-        raise ValueError(
+        raise WrongSetting(
             f"trainer.parallel: {type(module.model).__name__} reads pictures, and its sequences, matrices and experts "
             "cannot be split: take the keys away"
         )
@@ -316,16 +317,18 @@ def _round_base(model: PreTrainedModel, spec: ModelSpec, layout: Layout) -> None
         ValueError: it lies in slices or parts, is to be compiled, or its layers are of another kind.
     """
     if spec.compute.compile is True:
-        raise ValueError("trainer.compile=true: no matrices of 4 bits (model.lora.base=nf4) are compiled; leave it out")
+        raise WrongSetting(
+            "trainer.compile=true: no matrices of 4 bits (model.lora.base=nf4) are compiled; leave it out"
+        )
     if {layout.slices, layout.division, layout.matrices, layout.experts} != {None}:
-        raise ValueError(
+        raise WrongSetting(
             "model.lora.base=nf4: matrices of 4 bits are whole on every process, and here the model is spread: set "
             "trainer.sharding=replicate, and leave trainer.parallel out and trainer.working_copy as it is"
         )
     layers = [model.get_submodule(name) for name in lora_targets(model, "all-linear")]
     plain: list[Any] = [getattr(layer, "base_layer", layer) for layer in layers]
     if odd := {type(layer).__name__ for layer in plain if type(layer) is not nn.Linear}:
-        raise ValueError(f"model.lora.base=nf4: layers of {type(model).__name__} are {odd.pop()}, and no nn.Linear")
+        raise WrongSetting(f"model.lora.base=nf4: layers of {type(model).__name__} are {odd.pop()}, and no nn.Linear")
     for layer in plain:
         round_layer(layer, dtype_of(spec.compute.dtype))
 

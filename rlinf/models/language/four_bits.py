@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from rlinf.runtime.base.errors import WrongSetting
+
 NEIGHBOURS = 64
 """Elements that share a scale, as in the paper."""
 
@@ -126,5 +128,5 @@ def _functional() -> Any:
     try:
         import bitsandbytes.functional as functional  # takes seconds, and few runs need it
     except ModuleNotFoundError:
-        raise ValueError("model.lora.base=nf4: bitsandbytes is not installed; pip install 'rlinf[lora]'") from None
+        raise WrongSetting("model.lora.base=nf4: bitsandbytes is not installed; pip install 'rlinf[lora]'") from None
     return functional

@@ -28,6 +28,7 @@ from rlinf.models.language.moe import experts_of
 from rlinf.models.language.policy_model import PolicyModel
 from rlinf.models.language.tensor_parallel import Division, plan_of
 from rlinf.models.language.truth import blocks
+from rlinf.runtime.base.errors import WrongSetting
 
 
 def mistakes_in(model: PreTrainedModel, parallel: ParallelConfig, *, adapters: bool) -> Iterator[str]:
@@ -141,7 +142,7 @@ def _placement(elsewhere: Mapping[nn.Parameter, DeviceMesh]) -> Callable[[nn.Par
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
     except ImportError:
-        raise ValueError(
+        raise WrongSetting(
             f"trainer.parallel: torch {torch.__version__} cannot spread the parameters of a layer over several meshes, "
             "which tensor and expert need: install 2.13, or take context alone"
         ) from None

@@ -32,6 +32,7 @@ from rlinf.data.rng import ONE_AT_A_TIME, mix
 from rlinf.data.safetensors_io import write_tensors
 from rlinf.data.weights import Weights
 from rlinf.models.language.four_bits import Nf4
+from rlinf.runtime.base.errors import WrongSetting
 
 POLICY = "default"
 """Name of the adapters that learn, as peft calls the first."""
@@ -163,7 +164,7 @@ def add_adapters(model: nn.Module, lora: Mapping[str, Any], name: str = POLICY) 
     try:
         from peft import inject_adapter_in_model  # takes seconds to import, and few runs need it
     except ModuleNotFoundError:
-        raise ValueError("lora: peft is not installed; pip install 'rlinf[lora]'") from None
+        raise WrongSetting("lora: peft is not installed; pip install 'rlinf[lora]'") from None
     config = _fresh(model, lora) if path is None else _saved(Path(path))
     before = vars(model).pop("peft_config", {})  # peft warns of it
     warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # its merging; ours refuses
@@ -226,13 +227,13 @@ def _saved(directory: Path) -> Any:
     from peft import LoraConfig, PeftConfig
 
     if not (directory / ADAPTER_CONFIG).is_file() or not (directory / ADAPTER_WEIGHTS).is_file():
-        raise ValueError(f"lora: {directory} has no {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes them")
+        raise WrongSetting(f"lora: {directory} has no {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}, as peft writes them")
     config = PeftConfig.from_pretrained(str(directory))
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"lora: the adapters in {directory} are {config.peft_type.value}, not LoRA")
+        raise WrongSetting(f"lora: the adapters in {directory} are {config.peft_type.value}, not LoRA")
     odd = [key for key in ("use_dora", "modules_to_save", "alora_invocation_tokens") if getattr(config, key, None)]
     if odd or config.bias != "none":
-        raise ValueError(
+        raise WrongSetting(
             f"lora: the adapters in {directory} have {', '.join(odd) or 'biases'}, which are not supported"
         )
     config.inference_mode, config.init_lora_weights, config.lora_dropout = False, False, 0.0
@@ -246,7 +247,7 @@ def check_shapes(model: nn.Module, name: str, directory: Path) -> None:
         there = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118  # no mapping
     if wanted != there:
         odd = sorted(key for key in {*wanted, *there} if wanted.get(key) != there.get(key))
-        raise ValueError(
+        raise WrongSetting(
             f"lora: the adapters in {directory} are of another model: {odd[0]} is {there.get(odd[0], 'missing')} there "
             f"and {wanted.get(odd[0], 'missing')} here ({len(odd)} tensors differ)"
         )
@@ -500,7 +501,7 @@ def _check_merges(model: nn.Module, adapter: str | None) -> None:
     """
     own = {name for name, layer in _layers_by_weight(model).items() if adapter in layer.lora_A}
     if shared := own - {name for name, _ in model.named_parameters()}:
-        raise ValueError(
+        raise WrongSetting(
             f"lora: adapters {adapter} are of {plain_name(min(shared))}, which is the weight of another layer, too "
             "(tied embeddings), so they cannot be merged into it: leave that layer out, or take a model whose "
             "embeddings are two"

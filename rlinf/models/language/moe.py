@@ -45,6 +45,7 @@ from rlinf.algos.loss_sum import Metric, MetricGroup, mean_of, same_shape
 from rlinf.data.packing import Packed, Row
 from rlinf.data.routes import compact_type, load_of
 from rlinf.models.language.tensor_parallel import Share, exchanged, local
+from rlinf.runtime.base.errors import WrongSetting
 
 
 def load(counts: Tensor, chances: Tensor) -> dict[str, Metric]:
@@ -369,7 +370,7 @@ class Mixture:
         """
         routes_of_rows = [routes for row in rows if (routes := row.learned_routes) is not None]
         if (load := load_of(routes_of_rows, self.routers.layers, self.routers.experts)) is None:
-            raise ValueError(
+            raise WrongSetting(
                 "algorithm.router_aux_loss balances experts by what the engine chose, and samples do not tell that: "
                 "take an engine that does, or set it to 0"
             )

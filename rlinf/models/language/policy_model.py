@@ -45,6 +45,7 @@ from rlinf.models.language.tenants import HeadProducts
 from rlinf.models.language.tensor_parallel import Division, Share, TensorRanks
 from rlinf.models.language.truth import Results, Truth, Way, blocks, length_of_text, sampled_gradient
 from rlinf.models.language.working_copy import WorkingCopy
+from rlinf.runtime.base.errors import WrongSetting
 
 T = TypeVar("T")
 _LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -609,7 +610,7 @@ class PolicyModel(nn.Module):
                 self.mixture = None
         self._division = division
         if self._division is not None and self._compile is True:
-            raise ValueError("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
+            raise WrongSetting("trainer.compile=true: a model that is split over processes (trainer.parallel) is not")
         if waits:
             what = (
                 f"{type(self.model).__name__} {self.model.config.get_text_config().hidden_size} x {len(self._layers)}"
@@ -682,7 +683,7 @@ class PolicyModel(nn.Module):
             if not _agreed(why is None, ranks, device):
                 refused.append(f"{part} not compiled: {why or 'another rank could not'}")
                 if self._compile is True:
-                    raise ValueError(f"trainer.compile=true: {refused[-1]}; auto goes on uncompiled")
+                    raise WrongSetting(f"trainer.compile=true: {refused[-1]}; auto goes on uncompiled")
                 if part == "blocks":
                     self._blocks.on = False
                 else:

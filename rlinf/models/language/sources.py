@@ -20,6 +20,7 @@ from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrai
 
 from rlinf.data.images import FAMILIES, Pictures, picture_tokens
 from rlinf.data.tokenizer import pretrained
+from rlinf.runtime.base.errors import WrongSetting
 
 ModelSource = str | Mapping[str, Any]
 """A Hugging Face directory (or hub name), or the configuration of a new model: `model_type` and that type's keys."""
@@ -100,7 +101,7 @@ def new_config(source: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) ->
         ValueError: there is no `model_type`, or none that transformers knows.
     """
     if "model_type" not in source:
-        raise ValueError(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
+        raise WrongSetting(f"model: a configuration needs model_type, such as qwen2; got keys {sorted(source)}")
     special = {name: getattr(tokenizer, name) for name in ("pad_token_id", "eos_token_id", "bos_token_id")}
     settings = copy.deepcopy(dict(source))  # transformers writes into nested settings
     if settings["model_type"] not in FAMILIES:

@@ -28,6 +28,11 @@ class UserError(RuntimeFault):
     """Something the user asked for cannot be done as asked; the text names the fix."""
 
 
+class WrongSetting(UserError, ValueError):
+    """A value that something cannot be made with; the text begins with its key. For a program that passed it it is a
+    ValueError, and a run that was configured so shows it as its user's error."""
+
+
 class ActorDied(RuntimeFault):
     """The process (host) of an actor is gone, or the actor was closed, before a call was answered."""
 

@@ -35,6 +35,7 @@ from rlinf.models.language.build import ModelSpec, build_model, own_dtype, saved
 from rlinf.models.language.fsdp import dtype_of
 from rlinf.models.language.lora import POLICY
 from rlinf.models.language.policy_model import HEAD, without_head
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.transport.process_groups import all_gather, reduce_scatter
 from rlinf.training.backend import HostCopy, Optimization, Outputs, Ranks
 from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, held
@@ -135,7 +136,7 @@ def prepare() -> None:
         warnings.filterwarnings("ignore", module=r"megatron\.")
         modules: dict[str, Any] = {name: importlib.import_module(f"megatron.core.{name}") for name in _REACHING}
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise WrongSetting(
             f"trainer.backend=megatron: {error.name} is not installed; pip install 'rlinf[megatron]'"
         ) from None
     memory = _Memory()
@@ -207,9 +208,9 @@ class MegatronBackEnd:
             if value:
                 raise ValueError(f"model.{setting}: trainer.backend=megatron trains all weights; take fsdp")
         if spec.watches_routing and spec.compute.router_replay is True:
-            raise ValueError("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
+            raise WrongSetting("trainer.router_replay: trainer.backend=megatron does not replay routes; take fsdp")
         if spec.head == "scores":
-            raise ValueError("trainer.backend=megatron trains no reward models; take fsdp")
+            raise WrongSetting("trainer.backend=megatron trains no reward models; take fsdp")
         grid = Grid(spec.compute.parallel, ranks.world_size)
         await ranks.compute(prepare)
         groups = await grouped(grid, ranks.rank, ranks.mesh_of, ranks.mesh)
@@ -223,7 +224,7 @@ class MegatronBackEnd:
             initial = None if files else build_model(spec.source, tokenizer, seed=spec.seed)
             config = pretrained(AutoConfig, str(spec.source)) if initial is None else initial.config
             if wrong := layout.mistakes(config, spec.compute.parallel):
-                raise ValueError(f"trainer.backend=megatron: {'; '.join(wrong)}")
+                raise WrongSetting(f"trainer.backend=megatron: {'; '.join(wrong)}")
             whole = _empty(config, spec)
             if initial is not None:
                 whole.generation_config = initial.generation_config
@@ -243,7 +244,7 @@ class MegatronBackEnd:
             name for name in fill(back_end._split.pieces, Files(files) if files else named or {}) if HEAD not in name
         ]
         if missing:
-            raise ValueError(
+            raise WrongSetting(
                 f"model.path: the files of {spec.source} have no {missing[0]} (and lack {len(missing) - 1} more) by "
                 "transformers' names, by which trainer.backend=megatron reads them: take fsdp, or save the model again "
                 "by transformers' save_pretrained"
@@ -296,7 +297,7 @@ class MegatronBackEnd:
     @torch.no_grad()
     def outputs(self, batch: Packed, *, adapter: str | None = POLICY) -> Outputs:
         if adapter != POLICY:
-            raise ValueError("trainer.backend=megatron has no adapters")
+            raise WrongSetting("trainer.backend=megatron has no adapters")
         parts: list[Tensor] = []
         blank = [batch] * (self._pipeline.depth - 1) if self._pipeline.interleaved else []
 

@@ -31,6 +31,7 @@ from rlinf.algos.loss_sum import wide
 from rlinf.data.packing import Packed
 from rlinf.models.language.attention import ARGUMENT, Layout, packed_attention
 from rlinf.models.language.policy_model import token_logprobs
+from rlinf.runtime.base.errors import WrongSetting
 from rlinf.runtime.transport.process_groups import all_gather, reduce_scatter
 from rlinf.training.megatron.layout import Groups, head_size
 
@@ -81,7 +82,7 @@ def read(batch: Packed, dtype: torch.dtype, multiple: int, context: int, rank: i
         rank: which of those this is.
     """
     if batch.images:
-        raise ValueError(
+        raise WrongSetting(
             f"trainer.backend=megatron reads no pictures, and prompts have {len(batch.images)}: take backend fsdp"
         )
     if context == 1:

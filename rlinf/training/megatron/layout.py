@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.config.learning import ParallelConfig
 from rlinf.data.routes import experts_of
+from rlinf.runtime.base.errors import WrongSetting
 
 
 class Alone:
@@ -63,7 +64,7 @@ class Grid:
 
     def __init__(self, parallel: ParallelConfig, ranks: int):
         if wrong := misfits(parallel, ranks):
-            raise ValueError(f"trainer.parallel: {'; '.join(wrong)}")
+            raise WrongSetting(f"trainer.parallel: {'; '.join(wrong)}")
         self.parallel, self.ranks = parallel, ranks
         self.shares = ranks // parallel.copy
         """Number of shares of the data."""

@@ -72,7 +72,8 @@ def join(arguments: Sequence[str]) -> int:
 
 async def _replicate(connection: Connection, ready: Callable[[], Any], leave: asyncio.Event) -> str:
     trainer, far_side = await in_thread(partial(_imported, "rlinf.actors.trainer", "rlinf.actors.replicas.far_side"))
-    return await far_side.replicate(connection, trainer.Trainer, ready, leave)  # type: ignore[no-any-return]
+    how: str = await far_side.replicate(connection, trainer.Trainer, ready, leave)
+    return how
 
 
 async def _generate(connection: Connection, ready: Callable[[], Any], leave: asyncio.Event) -> str:
@@ -95,7 +96,8 @@ async def _engine(*, weights_come: bool, outlined: Mapping[str, Any] | None, **m
         except ValueError as error:  # the fast way is off by too much on this device: by the model's own forward
             print(f"{error}; it begins again with transformers", file=sys.stderr)
     (rollout,) = await in_thread(partial(_imported, "rlinf.actors.rollout"))
-    return await rollout.joining_engine("engine", **made_of)  # type: ignore[no-any-return]
+    engine: Engine = await rollout.joining_engine("engine", **made_of)
+    return engine
 
 
 def _imported(*names: str) -> list[Any]:

@@ -45,7 +45,7 @@ class CheckpointConfig:
     """Metric of evaluations, such as evaluation/accuracy, by which the best checkpoint is kept besides: one is written
     after every evaluation that is the best so far, and `checkpoints/best` leads to it. null keeps the newest alone."""
     best_mode: Literal["max", "min"] = "max"
-    """Whether the largest value of that metric is the best, or the smallest."""
+    """Best is the largest value of that metric, or the smallest."""
     grace: float = Field(default=30.0, ge=0)
     """Seconds in which a run that gets SIGTERM, SIGUSR1 or SIGHUP writes a checkpoint and ends with exit code 75, to go
     on by `--resume auto`: as of the end of the step under way if that comes in time, else of its beginning. 0 ends it
@@ -124,10 +124,10 @@ class WeightsConfig:
     """Weights on their way from the trainer to those who generate or act."""
 
     delta: Delta = "auto"
-    """What another machine, or an engine that joined, is sent of new weights. auto: what has changed since the version
-    that it has, in the dtype in which they are published, exactly, where that is smaller than the whole; both ends then
-    keep one version in host memory. Weights that a GPU has room to publish go whole to other machines, by NCCL. always:
-    those go through host memory, too. off: always the whole. See docs/async.md."""
+    """Part of new weights that another machine, or an engine that joined, is sent. auto: what has changed since the
+    version that it has, in the dtype in which they are published, exactly, where that is smaller than the whole; both
+    ends then keep one version in host memory. Weights that a GPU has room to publish go whole to other machines, by
+    NCCL. always: those go through host memory, too. off: always the whole. See docs/async.md."""
 
 
 @dataclass(config=CLOSED)
@@ -241,7 +241,7 @@ class Placing:
     """Names for parts of a cluster, `{big: {nodes: 0-3, hardware: h100}}`, for placements such as
     `trainer: {node_group: big, placement: all}`. Plans count every kind of hardware by itself."""
     devices: dict[str, Any] = field(default_factory=dict)
-    """What a device of each kind of `hardware` holds and how fast it is: {l40s: {memory_gb: 43, tflops: 362, bandwidth:
+    """Memory and speed of a device of each kind of `hardware`: {l40s: {memory_gb: 43, tflops: 362, bandwidth:
     864, link: 32}}, bandwidth and link in GB a second; relative speeds will do for plans from a profile. Cards such as
     h100, a100 and l40s are known by their names: {gpu: h100}, where `gpu` is the kind of nodes that no group names."""
 

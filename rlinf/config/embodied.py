@@ -93,7 +93,7 @@ class TaskEntry:
     """A task of a mixture: an entry of `env.tasks`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """What its simulators are made with besides env.options."""
+    """Its simulators' options besides env.options."""
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False, strict=True)
     """Its share of the episodes, relative to the others'."""
     name: Any = None
@@ -105,7 +105,7 @@ class SuiteEntry:
     """A further set of environments to evaluate in: an entry of `trials.suites`."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """What its simulators are made with besides env.options and trials.options."""
+    """Its simulators' options besides env.options and trials.options."""
     episodes: int | None = Field(default=None, ge=1, strict=True)
     """How many; None as in trials."""
     max_steps: int | None = Field(default=None, ge=1, strict=True)
@@ -131,7 +131,7 @@ class EnvConfig:
     simulator: str = "rlinf.envs.gymnasium.Gymnasium"
     """Dotted path of the simulator's class, such as rlinf.envs.maniskill.ManiSkill; your own works the same."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What the simulator is made with, such as {id: PullCube-v1, control: pd_ee_delta_pos}
+    """The simulator's options, such as {id: PullCube-v1, control: pd_ee_delta_pos}
     for ManiSkill."""
     tasks: list[Any] = field(default_factory=list)
     """Tasks that episodes are drawn from, by their seeds: [{options: {id: PushCube-v1}, weight: 2}, …], with options
@@ -235,8 +235,8 @@ class PolicyConfig:
     """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
     openvla-oft, pi0, pi05, gr00t, smolvla, act, diffusion), of its authors."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What the policy computes in, where it acts as where it learns. What learns is kept in float32 by the trainer
-    whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
+    """Precision in which the policy computes, where it acts as where it learns. What learns is kept in float32 by the
+    trainer whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""
     train: list[str] | None = None
     """Patterns of the parameters that learn, such as ["*", "!vision_backbone.*"]: the last that fits decides, and `!`
     excludes. null: all of them, or those that the policy's class names; with adapters, the critic beside them."""
@@ -476,13 +476,13 @@ class ImitationConfig:
     """Demonstrations: a directory of `rlinf record`, a LeRobot data set (2 or 3), a trajectory of ManiSkill, files of
     robomimic or LIBERO (all HDF5), or RLDS-like archives (npz); null skips the warm-up."""
     format: Literal["rlinf", "lerobot", "maniskill", "robomimic", "rlds"] | None = None
-    """What lies there; null goes by its files."""
+    """Format of what lies there; null goes by its files."""
     names: dict[str, str] = field(default_factory=dict)
     """Our name for each feature of the data set, such as {observation.images.front: rgb, observation.state: state,
     action: actions}; features of one name are joined, as cameras are; empty takes the format's own choice."""
     bounds: Any = None
-    """What becomes -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the data
-    set itself; null takes actions as they are."""
+    """Values that become -1 and 1 of each number of an action: {low: [...], high: [...]}, or min_max or q01_q99 of the
+    data set itself; null takes actions as they are."""
     statistics: str | None = None
     """Name under which a published policy gets statistics of these demonstrations, by which it acts then and which its
     checkpoints have (OpenVLA: data set, pi0: asset, GR00T: tag of the robot); null keeps those that it has."""
@@ -554,7 +554,7 @@ class TrialsConfig:
     with options besides env.options and trials.options, and episodes or max_steps where they differ. Their metrics
     begin with evaluation/suites/NAME/, such as evaluation/suites/far/success_once."""
     options: dict[str, Any] = field(default_factory=dict)
-    """What their simulators are made with besides env.options, such as {pictures: true}, which ManiSkill needs for
+    """Their simulators' options besides env.options, such as {pictures: true}, which ManiSkill needs for
     videos, and which slows its building down."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:

@@ -28,7 +28,7 @@ BACK_ENDS = {
     "fsdp": "rlinf.training.fsdp.FsdpBackEnd",
     "megatron": "rlinf.training.megatron.backend.MegatronBackEnd",
 }
-"""What the short names of `trainer.backend` mean."""
+"""Classes by the short names of `trainer.backend`."""
 
 
 @dataclass(config=CLOSED)
@@ -219,7 +219,7 @@ class RewardModelConfig:
     tokenizer: Place | None = None
     """Hugging Face directory (or hub name) of its tokenizer; null takes the one in `path`."""
     template: str | None = None
-    """What it reads, such as "Question: {prompt}\\nAnswer: {response}\\nRight: {answer}\\nGrade:", with columns of
+    """Text that it reads, such as "Question: {prompt}\\nAnswer: {response}\\nRight: {answer}\\nGrade:", with columns of
     the data set in braces; null, for a classifier, is the conversation or else the prompt and the response."""
     chat: bool | None = None
     """Put that text into its tokenizer's chat template; null does where it has one, for a generative judge and for
@@ -237,7 +237,7 @@ class RewardModelConfig:
     weight: float = 1.0
     """Share of its score in the reward."""
     normalize: Literal["none", "sigmoid", "group"] = "none"
-    """What becomes of a score before it is weighted: nothing, 1 / (1 + exp(-score)), or its distance from the mean of
+    """Change of a score before it is weighted: none, 1 / (1 + exp(-score)), or its distance from the mean of
     its group in standard deviations."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest text that it reads, in its tokens; a longer one leaves the answer without a reward. null takes what
@@ -377,8 +377,8 @@ class TrainerConfig(ForwardConfig):
     """How gradients are computed; nothing here but `router_replay` changes what is learned."""
 
     backend: str = "fsdp"
-    """What trains: `fsdp`; `megatron`, which splits models as `parallel` says (extra `megatron`); or the dotted path of
-    a class like `rlinf.training.backend.BackEnd`."""
+    """Back end that trains: `fsdp`; `megatron`, which splits models as `parallel` says (extra `megatron`); or the
+    dotted path of a class like `rlinf.training.backend.BackEnd`."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     sharding: Literal["auto", "shard", "replicate", "hybrid"] = "auto"
     """How trainer and critic lie on their processes: `shard` spreads one copy of model and optimizer over all of them

@@ -136,9 +136,9 @@ class DataConfig:
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Longest prompt; null for as long as the model, its engine and an answer behind it leave room for."""
     overlong: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of longer ones: left out and counted, cut at their beginning, or refused."""
+    """Longer ones are left out and counted, cut at their beginning, or refused."""
     unusable: Literal["drop", "error"] = "drop"
-    """What becomes of rows that do not fit once they are drawn: a chat that its template refuses, a picture that is
+    """Fate of rows that do not fit once they are drawn: a chat that its template refuses, a picture that is
     broken, a text without a token of this model. `drop` leaves them out, counts them and names the first; `error` ends
     the run. Rows without a prompt or an answer are refused before it starts."""
     shuffle: bool = True
@@ -229,8 +229,8 @@ class RolloutConfig:
     """How answers are sampled while training."""
 
     engine: str = "transformers"
-    """What generates: `transformers`, in the rollout's own processes; `sglang` or `vllm`, a server beside each of them
-    (`make sglang` or `make vllm` first); or the dotted path of an engine of your own; see docs/engines.md."""
+    """Engine that generates: `transformers`, in the rollout's own processes; `sglang` or `vllm`, a server beside each
+    of them (`make sglang` or `make vllm` first); or the dotted path of an engine of your own; see docs/engines.md."""
     engine_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments for the engine, by name."""
     temperature: float = Field(default=1.0, gt=0)
@@ -308,10 +308,10 @@ class RolloutSettings(RolloutConfig):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which answers are generated; weights of another are cast."""
     kv: Literal["keep", "reread"] | None = None
-    """What becomes of keys and values when weights change in the middle of answers: keep those of the old weights, or
+    """Fate of keys and values when weights change in the middle of answers: keep those of the old weights, or
     reread all with the new; null is the engine's own choice."""
     delta: Delta = "auto"
-    """What engines that join are sent of new weights, see `weights.delta`."""
+    """Part of new weights that engines that join are sent, see `weights.delta`."""
     routes: Literal["auto", True, False] = False
     """Have samples tell to which experts of a mixture their tokens went, `Sample.routes`; auto: where engine and model
     can."""
@@ -327,8 +327,8 @@ class EndpointConfig:
     port: int = Field(default=0, ge=0, le=65535)
     """0 takes any free one."""
     token: str | None = None
-    """What clients of `session.serve()` have to show as `Authorization: Bearer …`; null asks for nothing. Agents have
-    keys of their own."""
+    """Key that clients of `session.serve()` have to show as `Authorization: Bearer …`; null asks for nothing. Agents
+    have keys of their own."""
     models: list[str] = field(default_factory=list)
     """Names that it answers to besides `policy`; `*` is any."""
     max_body_mb: float = Field(default=32.0, gt=0)
@@ -430,10 +430,10 @@ class StalenessConfig:
     """In published versions: no token is learned that is older; 0 begins nothing early. Read by flows that work ahead:
     rlinf.flows.grpo_async, ppo_async, agentic.agentic_async, and your own where `rlinf.data.step.ahead` marks it."""
     mode: Literal["mask", "drop", "resample"] = "mask"
-    """What becomes of answers that were carried over for so long (rollout.carry) that some of their tokens are too old:
+    """Fate of answers that were carried over for so long (rollout.carry) that some of their tokens are too old:
     `mask` learns their other tokens, `drop` leaves them out, `resample` answers their prompts again."""
     kv: Literal["keep", "reread"] | None = None
-    """What becomes of keys and values when weights change in the middle of answers: `keep` goes on with those of the
+    """Fate of keys and values when weights change in the middle of answers: `keep` goes on with those of the
     old weights, which costs nothing; `reread` reads each answer so far with the new ones before its next token. null is
     keep where the engine can (transformers), otherwise reread (sglang, vllm); see docs/engines.md."""
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from rlinf.data.prefix_tree import Texts, overlaps, tree_of
 from rlinf.data.routes import side_by_side
@@ -180,13 +181,18 @@ def _away(
     )
 
 
+def is_away(row: Row) -> TypeIs[AwayRow]:
+    """The row is of a sample that is elsewhere: it is planned with by its lengths alone."""
+    return isinstance(row, AwayRow)
+
+
 async def rows_here(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows with their tokens: those of samples that are elsewhere are fetched from there, each group once."""
-    away = {id(row.lead.handle): row.lead.handle for row in rows if isinstance(row, AwayRow)}
-    if not away:
+    handles = {id(row.lead.handle): row.lead.handle for row in rows if is_away(row)}
+    if not handles:
         return tuple(rows)
-    groups = dict(zip(away, await together([handle.value() for handle in away.values()]), strict=True))
-    return tuple(row.whole(groups[id(row.lead.handle)]) if isinstance(row, AwayRow) else row for row in rows)
+    groups = dict(zip(handles, await together([handle.value() for handle in handles.values()]), strict=True))
+    return tuple(row.whole(groups[id(row.lead.handle)]) if is_away(row) else row for row in rows)
 
 
 def shared(rows: Sequence[Row]) -> list[int]:
@@ -195,12 +201,12 @@ def shared(rows: Sequence[Row]) -> list[int]:
     counts = [0] * len(rows)
     begin = 0
     for end in range(1, len(rows) + 1):
-        if end == len(rows) or isinstance(rows[end], AwayRow) != isinstance(rows[begin], AwayRow):
+        if end == len(rows) or is_away(rows[end]) != is_away(rows[begin]):
             some = rows[begin:end]
-            if isinstance(some[0], AwayRow):
-                for number, (before, row) in enumerate(pairwise(some), begin + 1):
-                    if before.lead is row.lead:  # type: ignore[attr-defined]
-                        counts[number] = row.lead.shared(before.at, row.at)  # type: ignore[attr-defined]
+            if is_away(some[0]):
+                for number, (before, row) in enumerate(pairwise(filter(is_away, some)), begin + 1):
+                    if before.lead is row.lead:
+                        counts[number] = row.lead.shared(before.at, row.at)
             else:
                 counts[begin:end] = overlaps(whole_texts(some), range(len(some))).tolist()
             begin = end

@@ -72,7 +72,7 @@ def _ready(**args: Any) -> None:
         _splitter(args["sentences"])
 
 
-instructions.__ready__ = _ready  # type: ignore[attr-defined]
+vars(instructions)["__ready__"] = _ready
 
 
 def _others(text: str) -> Iterator[str]:

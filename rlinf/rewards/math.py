@@ -40,7 +40,7 @@ def _ready(**_: Any) -> None:
     import_module("math_verify")
 
 
-math.__ready__ = _ready  # type: ignore[attr-defined]
+vars(math)["__ready__"] = _ready
 
 
 @lru_cache(maxsize=1024)  # a prompt's samples come together, and all ask for the same one

@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rlinf.algos.token_losses import LOGPROBS, TokenLoss
-from rlinf.data.packing import AwayRow, Packed, Parcel, Row, cut_tree, pack, rows_here, shared, whole_texts
+from rlinf.data.packing import Packed, Parcel, Row, cut_tree, is_away, pack, rows_here, shared, whole_texts
 from rlinf.data.prefix_tree import tree_order
 from rlinf.data.rng import permutation
 from rlinf.data.sample import Datum, Example, Group, NotScored
@@ -176,8 +176,7 @@ Command = ForwardBackward | Recompute | Forward | OptimizerStep
 async def here(command: Any) -> Any:
     """A command with the tokens of its rows, on the rank that carries it out; see `packing.AwayRow`."""
     rows = getattr(command, "rows", ())
-    away = any(isinstance(row, AwayRow) for row in rows)
-    return replace(command, rows=await rows_here(rows)) if away else command
+    return replace(command, rows=await rows_here(rows)) if any(map(is_away, rows)) else command
 
 
 class CommandHandler(Protocol):
@@ -502,8 +501,8 @@ def tree_rows(rows: Sequence[Row], packing: Packing) -> Sequence[Row]:
     """Rows of a group in an order in which each shares most with the one before it, where that matters."""
     if not packing.trees or len(rows) < 2:
         return rows
-    if isinstance(rows[0], AwayRow):
-        return sorted(rows, key=lambda row: row.lead.order.index(row.at))  # type: ignore[attr-defined]
+    if is_away(rows[0]):  # and so all of the group
+        return sorted(filter(is_away, rows), key=lambda row: row.lead.order.index(row.at))
     return [rows[number] for number in tree_order(whole_texts(rows))]
 
 

@@ -473,7 +473,7 @@ def _ready(**args: Any) -> None:
     isolation(allow_weak=bool(args.get("allow_weak", False)))
 
 
-code.__ready__ = _ready  # type: ignore[attr-defined]
+vars(code)["__ready__"] = _ready
 
 
 def extracted(response: str) -> str | None:

@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ class SyncPoint:
 
 
 @dataclass(slots=True, eq=False)
-class _Round:
+class Round:
     """Commands that the ranks of one copy carry out together."""
 
     commands: tuple[Command, ...]
@@ -65,11 +65,13 @@ class WorkQueue:
     def __init__(self, commands: AsyncGenerator[tuple[Command, ...], None], copies: Sequence[Sequence[int]]):
         self.error: BaseException | None = None
         """Why the input ended, if it failed."""
+        self.heard: Callable[[], None] | None = None
+        """Called when there may be something new."""
         self._commands = commands
         self._place = {rank: (number, part) for number, ranks in enumerate(copies) for part, rank in enumerate(ranks)}
-        self._taken: list[list[_Round | None]] = [[] for _ in copies]
-        self._ready: deque[_Round] = deque()
-        self._again: list[_Round] = []  # computed once, to come once more
+        self._taken: list[list[Round | None]] = [[] for _ in copies]
+        self._ready: deque[Round] = deque()
+        self._again: list[Round] = []  # computed once, to come once more
         self._out = 0  # results that are still to come
         self._sync_points: list[SyncPoint] = []
         self._empty_batch: ForwardBackward | None = None
@@ -106,7 +108,7 @@ class WorkQueue:
             before = self._again[first.number]
             again = [one.once_more(before.results[part]) for part, one in enumerate(before.commands)]  # type: ignore[union-attr]
             commands, first = tuple(again), again[0]
-        round = _Round(commands)
+        round = Round(commands)
         if isinstance(first, ForwardBackward):
             self._empty_batch = first.without_rows()
             if first.keep and not first.again:
@@ -126,6 +128,39 @@ class WorkQueue:
     def _wake(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+        if self.heard is not None:
+            self.heard()
+
+    # For others than the ranks, where a copy is one rank ---------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """There are rounds that nobody has."""
+        return bool(self._ready)
+
+    def claim(self, points: int) -> Round | None:
+        """Take the next round; None: there is none now.
+
+        Args:
+            points: sync points that rank 0 went to: what comes after the next one is for other weights.
+        """
+        if not self._ready or points < len(self._sync_points):
+            return None
+        round = self._ready.popleft()
+        self._out += 1
+        self._wake()
+        return round
+
+    def give_back(self, round: Round) -> None:
+        """Leave a round that was taken to others."""
+        self._out -= 1
+        if not self._stopped:
+            self._ready.appendleft(round)
+        self._wake()
+
+    def finished(self, round: Round, result: Any) -> None:
+        """A round that was taken is computed, and what it adds to the gradient is there."""
+        self._done(round, 0, result)
 
     # For the ranks -----------------------------------------------------------------------------------------------
 
@@ -174,7 +209,7 @@ class WorkQueue:
         mine = rows_taken[number]
         return None if mine is None else mine.commands[part]
 
-    def _done(self, round: _Round | None, part: int, result: Any) -> None:
+    def _done(self, round: Round | None, part: int, result: Any) -> None:
         assert round is not None
         self._out -= 1
         round.results[part] = result
@@ -193,6 +228,22 @@ class WorkQueue:
         return bool(self._ready) or number < len(self._taken[self._place[rank][0]])
 
 
+class Helpers(Protocol):
+    """Others that compute rounds, on rank 0 of a trainer whose copies are one rank each."""
+
+    async def serve(self, queue: WorkQueue) -> None:
+        """Have them compute rounds of a call until this is cancelled."""
+
+    async def renew(self) -> None:
+        """Send the weights to those that do not have them; rank 0 holds its device."""
+
+    async def hand_in(self) -> None:
+        """Add what they computed since the last step to the gradient of rank 0, which holds its device."""
+
+    async def stepped(self, step: OptimizerStep) -> None:
+        """All ranks have taken a step; rank 0 holds its device."""
+
+
 class AsyncReplicas:
     """A `CommandRunner` whose copies of the model need not go in step.
 
@@ -206,6 +257,8 @@ class AsyncReplicas:
         self._number, self._mine = next((number, ranks) for number, ranks in enumerate(copies) if trainer.rank in ranks)
         self.queues: dict[Gang, WorkQueue] = {}
         """On rank 0, by call."""
+        self.helpers: Helpers | None = None
+        """On rank 0, those that joined."""
 
     @property
     def shares(self) -> int:
@@ -240,13 +293,15 @@ class AsyncReplicas:
 
         async def body(_: None) -> None:
             assert gang is not None  # `run_spmd` has seen to it
-            reading = None if queue is None else start_apart(queue.read(), "reading")
+            apart = [] if queue is None else [start_apart(queue.read(), "reading")]
+            if queue is not None and self.helpers is not None:
+                apart.append(start_apart(_help(self.helpers, queue), "helpers"))
             try:
                 with handler.turn():
                     await self._work(gang, handler)
             finally:
-                if queue is not None and reading is not None:
-                    await cancel_all([reading])
+                if queue is not None:
+                    await cancel_all(apart)
                     queue.stop()  # for the others, if this rank has failed
 
         try:
@@ -298,6 +353,8 @@ class AsyncReplicas:
             return rounds, False
         compute = trainer.computed if self.shares > 1 else trainer.on_model  # alone it leaves nobody waiting
         async with nullcontext() if lease is None else lease.computing():
+            if self.helpers is not None:
+                await self.helpers.renew()
             while (command := await lead.work_take(gang, trainer.rank, steps, rounds, result)) is not None:
                 rounds += 1
                 result = await compute(carry_out, handler, await here(command), trainer.device)
@@ -309,7 +366,11 @@ class AsyncReplicas:
         assert point.step is not None
         if idle and point.empty_batch is not None:
             await self._trainer.computed(carry_out, handler, point.empty_batch, self._trainer.device)
+        if self.helpers is not None:
+            await self.helpers.hand_in()
         await handler.step(point.step)
+        if self.helpers is not None:
+            await self.helpers.stepped(point.step)
 
     # On rank 0, for all ranks --------------------------------------------------------------------------------------
 
@@ -327,6 +388,14 @@ class AsyncReplicas:
         """See `WorkQueue.take`."""
         queue = self.queues.get(gang)
         return None if queue is None else queue.take(rank, steps, rounds, result)
+
+
+async def _help(helpers: Helpers, queue: WorkQueue) -> None:
+    try:
+        await helpers.serve(queue)
+    except Exception as error:  # raised when all ranks have come to the end
+        queue.error = error
+        queue.stop()
 
 
 def carry_out(handler: CommandHandler, command: Command, device: torch.device) -> Any:

@@ -20,8 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlinf.actors.async_replicas import AsyncReplicas
 from rlinf.actors.base import configured
+from rlinf.actors.replicas.helpers import JoinedHelpers
 from rlinf.actors.replicas.joined import JoinedReplicas
+from rlinf.actors.replicas.members import Replicas
 from rlinf.actors.text_trainer import TextTrainer
 from rlinf.algos.algorithms import Divergence
 from rlinf.algos.token_losses import TokenLoss
@@ -87,6 +90,9 @@ _REMEMBERED = 1024
 
 class Trainer(TextTrainer):
     """Owns the weights that learn."""
+
+    _joined: Replicas | None = None
+    """Those that may join, where they do."""
 
     @configured(TrainerSettings)
     async def setup(
@@ -164,8 +170,15 @@ class Trainer(TextTrainer):
         Raises:
             UserError: it cannot listen there.
         """
-        self._runner = joined = JoinedReplicas(self, self._fsdp(), made_of)
-        await joined.listen(listens_at(str(self._settings.join)), self._settings.rescue_dir)
+        if self.rank:
+            return
+        if isinstance(self._runner, AsyncReplicas):
+            self._runner.helpers = helpers = JoinedHelpers(self, self._fsdp(), made_of)
+            self._joined = helpers.replicas
+        else:
+            self._runner = runner = JoinedReplicas(self, self._fsdp(), made_of)
+            self._joined = runner.replicas
+        await self._joined.listen(listens_at(str(self._settings.join)), self._settings.rescue_dir)
 
     def _check_joining(self, settings: TrainerSettings) -> None:
         """See that replicas may help.
@@ -173,23 +186,25 @@ class Trainer(TextTrainer):
         Raises:
             UserError: they cannot.
         """
-        one = self.world_size == 1 and settings.backend == "fsdp" and settings.order != "free"
-        if settings.join is not None and (not one or settings.own_weights):
+        several = self.world_size > 1
+        apart = (settings.order == "free") == several and (settings.sharding == "replicate" or not several)
+        if settings.join is not None and not (apart and settings.backend == "fsdp" and not settings.own_weights):
             raise UserError(
-                f"trainer.join={settings.join}: replicas join a trainer of one process with trainer.backend=fsdp, "
-                f"trainer.order other than free, and without agent.own_weights; this one has {self.world_size} and "
-                f"{settings.backend}, {settings.order}: set placement.trainer to one device, or leave trainer.join out"
+                f"trainer.join={settings.join}: replicas join a trainer with trainer.backend=fsdp and without "
+                "agent.own_weights; of several processes with trainer.sharding=replicate and trainer.order=free, of "
+                f"one with any other order. This one has {self.world_size} and {settings.backend}, "
+                f"{settings.sharding}, {settings.order}: set these, or leave trainer.join out"
             )
 
     async def close(self) -> None:
         """End with replicas that joined."""
-        if isinstance(self._runner, JoinedReplicas):
-            await self._runner.close()
+        if self._joined is not None:
+            await self._joined.close()
 
     def _take(self, source: Path | Source) -> Restored:
         restored = super()._take(source)
-        if isinstance(self._runner, JoinedReplicas):
-            self._runner.changed()
+        if self._joined is not None:
+            self._joined.changed()
         return restored
 
     def _take_heads(self, part: Divergence, settings: TrainerSettings) -> None:

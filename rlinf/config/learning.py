@@ -406,7 +406,8 @@ class TrainerConfig(ForwardConfig):
     join: str | None = None
     """HOST:PORT at which replicas of the trainer may join the run while it goes on, `rlinf join ADDRESS --role
     trainer`, as `rollout.join` for engines: they compute gradients of micro-batches, and may leave or be lost in the
-    middle of a step. For a trainer of one process; see docs/multi-node.md. null lets nobody in."""
+    middle of a step. Of several processes the trainer needs `order: free`; see docs/multi-node.md. null lets nobody
+    in."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""

@@ -589,7 +589,6 @@ class RunConfig(CommonConfig):
             yield "trainer.join", f"algorithm {self.algorithm.name} takes no replicas yet: leave it out"
         for key, right, value in (
             ("trainer.backend", trainer.backend == "fsdp", "fsdp"),
-            ("trainer.order", trainer.order != "free", "prompt, arrival or auto"),
             ("trainer.parallel", trainer.parallel.copy == trainer.parallel.expert == 1, "one process for a copy"),
             ("agent.own_weights", not self.agent.own_weights, "none"),
         ):

@@ -667,9 +667,12 @@ def _fitted(
         learning = [role for role in ("trainer", "critic") if role == "trainer" or role in roles]
         sizes = {role: len(placed.seats[role].hosts) for role in learning}
         problems += split_mistakes(config, model_config, sizes)
-        if config.trainer.join is not None and (count := sizes["trainer"]) > 1:
-            advice = f"replicas join a trainer of one process, and it has {count}: set placement.trainer to one device"
-            problems.append(key_problem("trainer.join", config.trainer.join, advice))
+        if config.trainer.join is not None and (config.trainer.order == "free") != (sizes["trainer"] > 1):
+            advice = (
+                f"replicas that join (trainer.join) need free with a trainer of several processes, and any other with "
+                f"one; it has {sizes['trainer']}"
+            )
+            problems.append(key_problem("trainer.order", config.trainer.order, advice))
     if problems:
         return model_config, Fitted(config), problems
     with naming("model", config.model.path or config.model.config, "estimating its memory"):

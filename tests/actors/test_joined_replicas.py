@@ -26,15 +26,16 @@ class Joined:
 
     def __init__(self, trainer):
         self.trainer, self.runner, self.tasks = trainer, system_actor(trainer)._runner, []
+        self.replicas = self.runner.replicas
 
     async def joins(self):
         """One more has joined; returns what has it leave."""
         leave, ready = asyncio.Event(), asyncio.Event()
-        host, port = self.runner._listener.how.split()[2].split(":")
+        host, port = self.replicas._listener.how.split()[2].split(":")
         connection = await connect(host, int(port), TOKEN)
         self.tasks.append(asyncio.create_task(far_side.replicate(connection, Trainer, ready.set, leave)))
-        there = len(self.runner.members)
-        await self.until(lambda: len(self.runner.members) > there)
+        there = len(self.replicas.there)
+        await self.until(lambda: len(self.replicas.there) > there)
         return leave
 
     async def until(self, true):
@@ -43,7 +44,7 @@ class Joined:
 
     async def all_current(self):
         """Those that answer have the weights."""
-        working = [one for one in self.runner.members if one._computes is None]
+        working = [one for one in self.replicas.there if one._computes is None]
         await self.until(lambda: all(one.peer.current and one.stamp is not None for one in working))
 
     async def close(self):
@@ -132,14 +133,14 @@ async def test_weights_and_metrics_are_bit_for_bit_those_of_a_trainer_alone(spaw
 async def test_what_a_replica_had_that_is_lost_is_computed_by_others(spawn, computed, deadly):
     computed.deadly = deadly
     joined = await alike(spawn, computed, {"epochs": 2})
-    assert len(joined.runner.members) == 2 - len(deadly)
+    assert len(joined.replicas.there) == 2 - len(deadly)
 
 
 async def test_a_replica_that_lives_and_does_not_answer_holds_no_step_up(spawn, computed, monkeypatch):
     monkeypatch.setattr(joined_side, "SILENCE", 0.01)  # or any: whoever computes it, it is the same
     computed.mute = {1, 3}
     joined = await alike(spawn, computed, {})
-    assert len(joined.runner.members) == 2
+    assert len(joined.replicas.there) == 2
 
 
 async def test_one_that_is_told_to_leave_says_so_and_the_others_end_with_the_job(spawn, computed):
@@ -152,8 +153,8 @@ async def test_one_that_is_told_to_leave_says_so_and_the_others_end_with_the_job
     await joined.until(lambda: len(computed) > before)
     leave.set()
     await training
-    await joined.until(lambda: len(joined.runner.members) == 1)
-    await joined.runner.close()
+    await joined.until(lambda: len(joined.replicas.there) == 1)
+    await joined.replicas.close()
     assert "told to leave" in await joined.tasks[0]
     assert "has ended" in await joined.tasks[1]
 

@@ -204,3 +204,21 @@ def test_a_rank_that_fails_within_a_batch_ends_the_job_at_once(zygote, tmp_path,
     assert codes[0] != 0
     assert "MemoryError" in ranks.complained(0)
     assert "trainer[2].train()" in ranks.complained(0)
+
+
+def test_replicas_that_join_two_processes_and_are_lost_change_nothing_that_is_learned(zygotes, tmp_path):
+    ranks = zygotes.run(PROGRAMS / "helped.py", 2, tmp_path / "out.pt")
+    try:
+        assert ranks.codes(PATIENCE) == [0, 0], ranks.everything()
+    finally:
+        ranks.end()
+    found = torch.load(tmp_path / "out.pt", weights_only=False)
+    for step in found["steps"]:
+        assert step["metrics"] == pytest.approx(step["expected"], rel=PRECISELY, abs=PRECISELY)
+    assert sum(step["computed"] for step in found["steps"]) > 2
+    assert found["there"] == 1
+    one, other = found["alone"], found["helped"]
+    assert len(one["gradients"]) == len(other["gradients"]) == 6
+    for expected, gradient in zip(one["gradients"], other["gradients"], strict=True):
+        assert toys.furthest(gradient, expected) < PRECISELY
+    assert toys.furthest(other["weights"], one["weights"]) < PRECISELY

@@ -44,7 +44,7 @@ def test_a_run_that_cannot_be_joined_is_named_with_what_to_do(capsys, tmp_path, 
 def test_a_run_that_replicas_cannot_join_says_by_which_key(capsys, tmp_path):
     assert main(["join", str(tmp_path), "--role", "trainer"]) == 2
     assert "trainer.join" in capsys.readouterr().err
-    for wrong in ("trainer.order=free", "algorithm=sft", "trainer.backend=megatron", "trainer.join=29600"):
+    for wrong in ("algorithm=sft", "trainer.backend=megatron", "trainer.join=29600"):
         key = wrong.partition("=")[0].replace("algorithm", "trainer.join")
         with pytest.raises(ConfigError) as raised:
             load_config("configs/quickstart.yaml", ["trainer.join=127.0.0.1:0", wrong])
@@ -53,6 +53,10 @@ def test_a_run_that_replicas_cannot_join_says_by_which_key(capsys, tmp_path):
     with pytest.raises(ConfigError, match=r"trainer\.join"):
         prepare(several, 2)
     prepare(several, 1)
+    apart = load_config("configs/quickstart.yaml", ["trainer.join=127.0.0.1:0", "trainer.order=free"])
+    with pytest.raises(ConfigError, match=r"trainer\.order"):
+        prepare(apart, 1)
+    prepare(apart, 2)
 
 
 def test_an_address_to_join_at_is_a_host_and_a_port():

@@ -12,5 +12,5 @@ REAL |= {"sft.episodes": 64, "sft.lr": 1e-4, "rollout.dtype": "bfloat16", "train
 ONE = "{{ m.content.split('THE RING')[-1][:330] }}<|im_end|>\n"
 SHORT = "{% for m in messages %}<|im_start|>{{ m.role }}\n" + ONE + "{% endfor %}"
 SHORT += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-"""Of marble's 650 tokens the real model is shown the 140 that differ from task to task: a quarter of the time."""
+"""Of marble's 630 tokens the real model is shown the 120 that differ from task to task, for a quarter of the work."""
 MORE = {("verifiers", False): {"lr": 2e-4}, ("verifiers", True): {"data.chat_template": SHORT}}

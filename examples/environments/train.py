@@ -6,13 +6,13 @@ from sizes import MODEL, MORE, REAL, TINY
 
 import rlinf
 
-SERVER = ".venv-environments/bin/python -m uvicorn server.app:app --app-dir echo --host {host} --port {port}"
+ECHO = ".venv-environments/bin/uvicorn server.app:app --app-dir echo --host {host} --port {port} --ws-ping-timeout 600"
 MARBLE = {"environment": "marble_v1", "size": 300, "columns": ["solution"]}
 EASY = {"letter_counting": {"max_words": 5}, "leg_counting": {"min_animals": 1, "max_animals": 1}}
 EASY |= {"chain_sum": {"max_terms": 2, "max_digits": 1}}
 ENVIRONMENTS = {  # arguments, who plays first; warm-up steps and tokens of an answer, tiny and real
     "verifiers": (MARBLE, "players.layout", (240, 64), (12, 48)),
-    "openenv": ({"server": {"command": SERVER.split(), "starting": 600}, "turns": 2}, None, (0, 8), (0, 8)),
+    "openenv": ({"server": {"command": ECHO.split(), "starting": 600}, "turns": 2}, None, (0, 8), (0, 8)),
     "reasoning_gym": ({"generators": EASY, "instructions": "Answer with a number alone."}, None, (150, 4), (12, 4)),
     "textarena": ({"games": "GuessTheNumber-v0", "turns": 4}, "players.bisect", (40, 8), (12, 8)),
 }

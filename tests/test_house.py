@@ -22,8 +22,8 @@ def name(path: Path) -> str:
 @pytest.mark.parametrize(
     ("count", "ceiling"),
     [
-        pytest.param(HOUSE.code.total(), 90_928, id="lines of code"),
-        pytest.param(len(HOUSE.code), 476, id="files"),
+        pytest.param(HOUSE.code.total(), 91_394, id="lines of code"),
+        pytest.param(len(HOUSE.code), 479, id="files"),
         pytest.param(HOUSE.import_share, 0.08, id="share of lines that import"),
         pytest.param(len(HOUSE.small_modules), 24, id="small modules with one importer"),
         pytest.param(len(HOUSE.lone_bases), 3, id="base classes with one subclass, in another file"),

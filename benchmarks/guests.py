@@ -47,10 +47,10 @@ REPLAN = (0.15, 0.05)
 
 @dataclass(frozen=True, slots=True)
 class Guest:
-    """What a guest engine costs."""
+    """Costs of a guest engine."""
 
     name: str
-    """In words."""
+    """Its column in the table."""
     switch: float
     """Seconds to begin, and to make room again."""
     rows: int
@@ -75,19 +75,19 @@ class Case:
     """A run."""
 
     name: str
-    """Its speciality."""
+    """Its row in the table."""
     lengths: Lengths
-    """Of answers at its beginning."""
+    """Tokens of answers at the beginning of the run."""
     growth: float = 3.0
     """How many times as long they are at its end, step by step."""
     prompts: int = 64
-    """Of a step."""
+    """Prompts of a step."""
     n: int = 8
     """Answers per prompt."""
     staleness: int = 1
     """Steps that are begun early."""
     steps: int = 40
-    """How many."""
+    """Steps of the run."""
     least: int = 1
     """Devices that the trainer needs at least."""
 

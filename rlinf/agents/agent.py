@@ -135,7 +135,7 @@ class _Asked(NamedTuple):
     parent: Turn | None
     """The turn that it goes on from."""
     new_ids: np.ndarray
-    """What is read behind that, int64 [tokens]."""
+    """Tokens to read behind that, int64 [tokens]."""
     sampling: Mapping[str, Any]
     """Settings of this call."""
     listener: Listener | None

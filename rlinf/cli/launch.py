@@ -310,9 +310,9 @@ _KINDS: dict[str, tuple[Callable[[Job, argparse.Namespace], str], str, str]] = {
     "k8s": (kubernetes, "a JobSet with its configuration", "kubectl apply -f"),
     "skypilot": (skypilot, "a task, for spot machines of any cloud", "sky jobs launch"),
 }
-"""What writes each kind of job file, what that is, and the command that takes it."""
+"""For each kind of job file, the function that writes it, what it is, and the command that takes it."""
 _JOINING_KINDS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners}
-"""What writes the job file of those who join a run."""
+"""The functions that write the job file of those who join a run."""
 
 
 def launch(arguments: Sequence[str]) -> None:

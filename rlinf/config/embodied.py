@@ -418,7 +418,7 @@ class DaggerConfig:
     from the actions of whoever intervenes, env.intervener, and from those alone (HG-DAgger, arXiv:1810.02890)."""
 
     expert: str | None = None
-    """Who answers: the dotted path of a function that takes observations and instructions and gives actions in
+    """The expert: the dotted path of a function that takes observations and instructions and gives actions in
     [-1, 1], float32 [N, C, A]; or the directory of a saved policy. null where somebody intervenes instead."""
     beta: float = Field(default=0.0, ge=0, le=1)
     """First share of decisions in which the expert's action is done instead of the policy's."""

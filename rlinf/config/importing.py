@@ -129,7 +129,7 @@ RAISED = (Exception, SystemExit)
 """Exceptions that code named by a user may raise: anything, and `sys.exit` too."""
 
 _SCRIPT = "__main__."
-"""What paths into the script that runs begin with: no file can be found by that name, and none has to be imported."""
+"""Beginning of paths into the script that runs: no file can be found by that name, and none has to be imported."""
 
 _SHIPPED = Path(__file__).parent / "shipped"
 """Configurations, and files that they name, which are installed with the package: `configs/` of the repository."""

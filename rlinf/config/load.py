@@ -122,7 +122,7 @@ _UNREADABLE = (
     *(yaml.YAMLError, OmegaConfBaseException, RecursionError, AssertionError),
     *(ValueError, OverflowError, TypeError, KeyError),
 )
-"""What reading YAML raises besides its own errors: a number of 5,000 digits, a 13th month, 5,000 opening brackets."""
+"""Errors of reading YAML besides its own: a number of 5,000 digits, a 13th month, 5,000 opening brackets."""
 
 
 class InputError(Exception):
@@ -143,9 +143,9 @@ class Problem:
     key: str
     """Dotted key, such as `optimizer.lr`."""
     value: Any
-    """What was given; `dataclasses.MISSING` where there is no value to show."""
+    """The value that was given; `dataclasses.MISSING` where there is no value to show."""
     advice: str
-    """What is wrong, and what to write instead."""
+    """The mistake, and what to write instead."""
 
     def __str__(self) -> str:
         value = "" if self.value is MISSING else f" = {_short(self.value)}"

@@ -50,7 +50,7 @@ class Lineage:
     far: bool = False
     """Its publisher is on another machine."""
     change: Difference | None = None
-    """What made it of the version before; it isn't sent along with the whole."""
+    """The difference that made it of the version before; it isn't sent along with the whole."""
     publisher: Differences | None = None
     """Only where it was published."""
     number: int = 0

@@ -71,7 +71,7 @@ _COLUMNS: dict[str, Any] = {
     "learned_count": None,
     "by_version": None,
 }
-"""What of each sample travels, and what most have."""
+"""Columns of each sample that travel, and what most have."""
 
 
 def _column(values: list[Any], standard: Any) -> Any:

@@ -163,8 +163,8 @@ class Interventions:
     steps: Tensor
     """True where somebody did, bool [N] for one step and [N, C] for a chunk."""
     actions: Tensor
-    """What was done there, float32 [N, A] within the bounds of the `ActionSpec`; of a chunk [N, C, A] and in [-1, 1].
-    Elsewhere anything."""
+    """Actions that were done there, float32 [N, A] within the bounds of the `ActionSpec`; of a chunk [N, C, A] and in
+    [-1, 1]. Elsewhere anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,7 +196,7 @@ class Transition:
     success: Tensor | None = None
     """True where the task is solved at this moment, bool [N]; None where the simulator does not say."""
     interventions: Interventions | None = None
-    """What somebody else did instead of the actions; None where nobody can."""
+    """Actions of somebody else in place of those asked for; None where nobody can."""
     timing: Timing | None = None
     """When it was decided and done; None where time stands still between steps."""
 

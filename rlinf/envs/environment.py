@@ -140,7 +140,7 @@ class Chunk:
     uneventful: bool = False
     """Every step was done, and no episode ended or was lost, as in most chunks: see `of_steps`."""
     interventions: Interventions | None = None
-    """What somebody else did instead of the actions; None where nobody can."""
+    """Actions of somebody else in place of those asked for; None where nobody can."""
 
     @property
     def cut(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""What steps on text share: the groups of a batch, columns that further roles fill in, and who gets the new weights.
+"""Parts of steps on text: the groups of a batch, columns that further roles fill in, and who gets the new weights.
 
 `next_batch` gives the groups that a step learns from. With dynamic sampling, prompts are drawn, answered and scored in
 rounds until the batch is full of groups worth learning: a group goes on as soon as all prompts drawn before its own are

@@ -69,7 +69,7 @@ class Device:
     node: int
     """Number of the node that it belongs to."""
     kind: str
-    """What it is: "gpu", "cpu", "h100", "franka". Devices of one kind are interchangeable to the planner."""
+    """Its kind: "gpu", "cpu", "h100", "franka". Devices of one kind are interchangeable to the planner."""
     memory: int | None = None
     """Bytes that it holds; None: not known, and nothing is checked against it."""
 

@@ -104,7 +104,7 @@ class Devices:
     memory: Mapping[str, int] | None = None
     """Bytes of one; None: no limit."""
     hardware: Mapping[str, Hardware] = field(default_factory=dict)
-    """What is known of each kind, for stages that were not measured on all of them."""
+    """Figures of each kind, for stages that were not measured on all of them."""
     multiple: int = 1
     """Sizes in multiples of so many devices, such as a node; a size of all devices is kept."""
 

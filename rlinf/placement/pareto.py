@@ -282,7 +282,7 @@ class Block:
     origin: NDArray[np.int64]
     """`[labels, 3]`: index into `parents`, and the labels of left and right part; for a leaf, its variant."""
     parents: list[Any] = field(default_factory=list)
-    """What `origin` points into."""
+    """Parents that `origin` points into."""
 
     _seconds: Array | None = None
     _least: float | None = None

@@ -34,7 +34,7 @@ class Leaf:
     """One stage at one of its sizes."""
 
     stage: Stage
-    """What runs."""
+    """The stage that runs."""
     option: Option
     """How."""
     resident: bool = True
@@ -48,9 +48,9 @@ class Pair:
     how: Literal["temporal", "spatial"]
     """One after the other on the same devices, or side by side on disjoint ones."""
     first: Tree
-    """What comes first, or feeds the other."""
+    """The part that comes first, or feeds the other."""
     second: Tree
-    """What comes second, or is fed."""
+    """The part that comes second, or is fed."""
 
 
 Tree = Leaf | Pair
@@ -224,7 +224,7 @@ class Candidate:
     """A plan that the planner found."""
 
     tree: Tree
-    """What runs where and in which order."""
+    """Stages, where they run and in which order."""
     chunks: int
     """Into how many a step is cut."""
     seconds: float

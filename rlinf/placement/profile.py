@@ -397,7 +397,7 @@ class Profile:
     """The flow's graph as it was observed, without loops: producer, consumer, and whether that began, in every step
     that was seen, only when all items were there."""
     published: tuple[tuple[str, str], ...] = ()
-    """Who publishes weights to whom."""
+    """Pairs of actors: the publisher of weights, and the one that takes them."""
     staleness: int = 0
     """Steps that work was begun early while this was measured. If above 0, times are what stages worked per step in the
     long run; how long a step's items take alone, and their tail, are not known."""

@@ -83,9 +83,9 @@ class Rehearsal:
     seconds: float
     """Of the step, virtual; with work in flight between steps, the mean of several."""
     work: tuple[ActorWork, ...]
-    """Who was at work when."""
+    """Work of actors, each with its times."""
     moves: tuple[ActorMove, ...]
-    """What was loaded and parked."""
+    """Loads and parks of actors."""
     peak_bytes: int
     """The most that a device held."""
 

@@ -281,7 +281,7 @@ class Modelled(Actor):
         self._model, self._parks, self._company = model, parks, company
         self._turn = asyncio.Lock()
         self._at_work: Company | None = None
-        """What it decodes."""
+        """The company that it decodes."""
         self._paused = 0.0
         """Seconds by which the piece of work in hand is held up."""
 

@@ -112,7 +112,7 @@ class Workload:
     chunks: tuple[int, ...] = (16,)
     """Into how many chunks a step may be cut, to choose from."""
     sync: tuple[Sync, ...] = ()
-    """What is published."""
+    """Publications of weights."""
 
     def __post_init__(self) -> None:
         if problems := list(self._problems()):

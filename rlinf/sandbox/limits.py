@@ -82,7 +82,7 @@ class Isolation:
     reason: str
     """Why it is weak; empty for namespaces."""
     guards: tuple[str, ...]
-    """What is in force, in words."""
+    """The guards in force, in words."""
 
     def __str__(self) -> str:
         weak = f" ({self.reason})" if self.reason else ""

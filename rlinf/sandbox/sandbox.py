@@ -46,7 +46,7 @@ _ENVIRONMENT = {"PYTHONHASHSEED": "0", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1"
 _FILES = "no file of this machine but the interpreter and /usr, read-only"
 _HELD = ("no network", _FILES, "a private /tmp in memory", "no view of other processes", "no capabilities")
 _LANDLOCK = ((1, _FILES), (6, "no signals to other processes"))
-"""What holds without namespaces from which version of Landlock on."""
+"""Guards without namespaces, each with the version of Landlock that brings it."""
 _ALWAYS = ("limits on time, memory, processes, files and output",)
 
 

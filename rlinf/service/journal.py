@@ -64,7 +64,7 @@ class Line:
     results: dict[str, Result] = field(default_factory=dict)
     """By request; of the segment before, too."""
     used: list[Mapping[str, Any]] = field(default_factory=list)
-    """What requests of the newest segment took, and what its first record says of those before."""
+    """Use of the model by requests of the newest segment, and what its first record says of those before."""
 
     def requests(self, *, done: bool) -> list[Record]:
         """Requests of the newest segment.

@@ -317,7 +317,7 @@ def _exists(pid: int) -> bool:
 
 
 QUEUE = "queue.json"
-"""What of a checkpoint is neither model nor optimizer: step, cursors, what was in the queues."""
+"""The rest of a checkpoint beside model and optimizer: step, cursors, what was in the queues."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -335,7 +335,7 @@ class RunDirectory:
         self.lock: Lock | None = None
         """The run's hold of it; None where nobody else can come."""
         self.resumed_by = 'resume="auto"'
-        """What one writes to go on from its newest checkpoint: for programs, this argument."""
+        """Words that go on from its newest checkpoint: for programs, this argument."""
         self.resolved = path / "resolved.yaml"
         self.metrics = path / "metrics.jsonl"
         self.samples = path / "samples.jsonl"

@@ -53,7 +53,7 @@ ADAPTERS_OFF = "adapters_off"
 PROXIMAL = "proximal_logprobs"
 """Log-probs under the weights just before the update."""
 TOP, HIDDEN = "teacher_top", "teacher_hidden"
-"""What a teacher says of its whole distributions: its likeliest tokens, or its hidden states, see
+"""Fields of a teacher's whole distributions: its likeliest tokens, or its hidden states, see
 `models.distillation`."""
 VERSIONS = "versions"
 """Version of the weights that made each token; a field of the sample."""

@@ -428,7 +428,7 @@ class ModelRequest:
     form: JsonForm | None = None
     """The JSON that is wanted."""
     enforced: Form | None = None
-    """What the answer is kept to while it is decoded; see `enforced`."""
+    """The form that the answer is kept to while it is decoded; see `enforced`."""
     count: int = 1
     """Answers."""
 

@@ -84,7 +84,7 @@ class Reading(NamedTuple):
     stops: tuple[str, ...] = ()
     """Texts that stop it."""
     thinks: bool = False
-    """What stands in `<think>…</think>` is reasoning."""
+    """Text in `<think>…</think>` is reasoning."""
     format: formats.CallFormat | None = None
     """How calls of tools are written, if they are told apart."""
 

@@ -27,7 +27,7 @@ _WORD = re.compile(r"[\w.+\-]++")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 
 _Place = Literal["value", "first value", "key", "first key", "colon", "end of value"]
-"""What comes next in JSON: `first` where the list or object may end instead."""
+"""The next thing in JSON: `first` where the list or object may end instead."""
 
 
 @dataclass(slots=True)

@@ -130,7 +130,7 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome(Generic[Item]):
-    """What became of one row."""
+    """The fate of one row."""
 
     prompt: Item | None
     """None: it was left out."""
@@ -162,7 +162,7 @@ class Batch(Generic[Item]):
     """Words on texts most tokens of which stand for what the tokenizer does not know, by their ids."""
 
     def outcomes(self, rows: Iterable[Drawn]) -> Iterator[Outcome[Item]]:
-        """What became of each row that it was made of."""
+        """The fate of each row that it was made of."""
         prompts = {prompt.id: prompt for prompt in self.prompts}
         for number in (row.id for row in rows):
             cut, reason = number in self.truncated, self.unusable.get(number, "")
@@ -202,7 +202,7 @@ class Maker(Protocol[Item]):
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """What is made of which columns, for people."""
+        """The column that each field is made of, for people."""
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Item]: ...
 
@@ -240,7 +240,7 @@ class PromptMaker:
 
     @property
     def sources(self) -> dict[str, str]:
-        """What is made of which columns; whatever column is the prompt, a template says what is taken."""
+        """The column that each field is made of; whatever column is the prompt, a template says what is taken."""
         named = dict(self.columns.named)
         if self.how.template is None:
             return named

@@ -249,7 +249,7 @@ class GroupMaker:
 
     @property
     def sources(self) -> Mapping[str, str]:
-        """What is made of which columns."""
+        """The column that each field is made of."""
         return self.format.columns
 
     def make(self, rows: Sequence[Drawn]) -> Batch[Group]:

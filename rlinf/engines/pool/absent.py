@@ -15,7 +15,7 @@ from rlinf.engines import ENGINES
 from rlinf.engines.base import Completion, Engine, Request, RequestRefused
 
 _OF_ITS_KIND = ("hands_over", "seeded")
-"""What those who join can do, if their engine is one of `ENGINES`; of another nothing is known before it is there."""
+"""Abilities of those who join, if their engine is one of `ENGINES`; of another nothing is known before it is there."""
 
 
 class Absent(Engine):

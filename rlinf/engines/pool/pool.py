@@ -50,7 +50,7 @@ _SAME = (
     *("max_rows", "max_tokens", "max_length", "vocabulary", "kv", "hands_over", "seeded", "forms", "scores", "rounds"),
     *("sleeps", "through_host", "keeps_conversations", "streams", "reads_text", "routes", "reads_images"),
 )
-"""What the own engine can do, and so the whole."""
+"""Abilities of the own engine, and so of the whole."""
 Check = Callable[[Request], None]
 """Raises RequestRefused of a request that cannot be answered."""
 Waiting = Callable[[str], AbstractContextManager[Any]]

@@ -36,7 +36,7 @@ up while it is answered, some 400 bytes each, in which a cache of keys and value
 _LATELY = 256
 """Guesses of a kind that count in full; then older ones count for half."""
 _WORTH = 1.05
-"""What a pass with drafts has to gain by their chances, which are estimates."""
+"""Least gain of a pass with drafts by their chances, which are estimates."""
 _PATIENCE, _PAUSE, _SHARE = 16, 4, 8
 """Steps without a draft after which one answer in `_SHARE` is looked at in one step of `_PAUSE`, to see if any would
 pay: to look at an answer takes three millionths of a second."""

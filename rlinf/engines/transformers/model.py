@@ -631,7 +631,7 @@ class Block:
         self.keys = attention.k_proj.out_features // self.head
         self.scale = float(attention.scaling)
         self.own: tuple[Own | None, ...] = _NONE
-        """What adapters of the rows add to the four products of the block."""
+        """Additions of the rows' adapters to the four products of the block."""
 
     def read(
         self, hidden: Tensor, cos: Tensor, sin: Tensor, bias: Tensor | None, past: tuple[Tensor, Tensor] | None

@@ -117,7 +117,7 @@ class Allowed:
     rows: Tensor
     """Which rows, int64 [some]."""
     tokens: Tensor
-    """What each may draw, bool [some, vocabulary], at least one."""
+    """Tokens that each may draw, bool [some, vocabulary], at least one."""
 
     @staticmethod
     def of(rows: np.ndarray, tokens: np.ndarray, device: torch.device) -> Allowed:

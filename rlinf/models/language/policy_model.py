@@ -306,7 +306,7 @@ class _BeforeHead(NamedTuple):
     """[vocabulary, width]"""
     bias: Tensor | None
     products: HeadProducts | None
-    """What its adapters add."""
+    """Additions of its adapters."""
 
     def logits(self, temperature: Tensor | None) -> Logits:
         """Logits when they are asked for."""

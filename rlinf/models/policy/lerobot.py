@@ -41,7 +41,7 @@ SCALES: Mapping[str, Scale] = {"QUANTILES": "q01_q99", "MEAN_STD": "mean_std", "
 _IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 """Of pictures in 0..1: what lerobot puts in place of a data set's own."""
 EPSILON = 1e-8
-"""What lerobot adds to deviations."""
+"""Lerobot's addition to deviations."""
 STATISTICS = ("mean", "std", "min", "max", "q01", "q99")
 """Statistics of a feature that kinds of normalisation need."""
 

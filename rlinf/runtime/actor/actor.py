@@ -44,7 +44,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ELSEWHERE = "elsewhere"
 """Names work of servers and child processes in traces."""
 COMPUTING = "computing"
-"""What a call does, by the first word of `Call.doing`, while a function of it runs in its actor's thread."""
+"""First word of a call's `Call.doing` while a function of it runs in its actor's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Endpoint:
     """Its devices are taken when it computes, not when it begins, and given away whenever it does not compute.
     Nothing that a caller could tell, so endpoints that differ in it alone are equal."""
     stays: Callable[[Any], Any] | None = field(default=None, compare=False)
-    """What it gives to a stream stays in its process until a consumer wants it; of each item the stream has what this
-    function makes of it, see `streams.handles`. None: small items ride in the stream."""
+    """An item that it gives to a stream stays in its process until a consumer wants it; of each the stream has what
+    this function makes of it, see `streams.handles`. None: small items ride in the stream."""
 
 
 @overload

@@ -91,7 +91,7 @@ class Host:
         """Number of the last call that has arrived from each host; they come in order."""
         self.on_lost: list[Callable[[int, str], None]] = []
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
-        """What else this process has to leave, once nothing of the system runs in it any more."""
+        """Farewells to all else that this process belongs to, once nothing of the system runs in it any more."""
         self._links: dict[int, Link] = {}
         self._numbers = itertools.count(1)
         self._context = contextvars.copy_context()

@@ -94,9 +94,9 @@ class Call:
     killed = False
     """Its actor was ended over it, so nothing it had in hand is done."""
     task: asyncio.Task[Any] | None = None
-    """What it runs in, while it runs."""
+    """The task that it runs in, while it runs."""
     work: Coroutine[Any, Any, Any] | None = None
-    """What serves it, where that did not begin in a task of its own."""
+    """The coroutine that serves it, where that did not begin in a task of its own."""
     within: Call | None = None
     """Of a stage that fills a stream beside it, the call that made the stage; see `helps`."""
 

@@ -407,7 +407,7 @@ BRIEF = 1e-3
 """Seconds of processor time that a function may take on the loop. To the thread and back takes a tenth of this on idle
 cores, and on busy ones until two other threads give way."""
 CLOCK_OF_THREAD = "pthread_getcpuclockid"
-"""What `time` lacks where threads have no clocks, as on macOS."""
+"""The function that `time` lacks where threads have no clocks, as on macOS."""
 
 
 def computing() -> bool:

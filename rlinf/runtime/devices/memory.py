@@ -75,7 +75,7 @@ class _Entry:
     devices: list[_Device]
     """Empty once it is removed, so that a move that ends later accounts for nothing."""
     bytes: int = 0
-    """What counts for it on each of its devices."""
+    """The memory that counts for it on each of its devices."""
     loaded: bool = False
     """Ready to work. If not, with `bytes` above the parked ones, a move is under way or has failed."""
     move: asyncio.Task[None] | None = None

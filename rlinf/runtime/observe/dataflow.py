@@ -29,7 +29,7 @@ PASSED = 100_000
 """Promises passed on that a host remembers though nobody asks: 20 MB at worst."""
 
 Origin = tuple[str, tuple[int, int], int]
-"""Who makes a stream's items, such as "rollout.generate"; the queue that they come into first; and how deep in lists
+"""The maker of a stream's items, such as "rollout.generate"; the queue that they come into first; and how deep in lists
 they lie in this stream, 1 behind a `batch`."""
 
 

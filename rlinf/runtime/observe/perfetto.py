@@ -40,7 +40,7 @@ MARKS = 64
 
 _quoted = functools.lru_cache(4096)(json.dumps)
 _WHAT = {"call": "caller", "item": "caller", "move": "caller", "wait": "for"}
-"""What `Span.what` is called in a file, where it is not the event's name."""
+"""Names of `Span.what` in a file, where it is not the event's name."""
 
 
 @dataclass(frozen=True, slots=True)

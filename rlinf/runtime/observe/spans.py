@@ -81,7 +81,7 @@ DEVICES = "lease"
 
 
 Kind = Literal["call", "item", "move", "compute", "wait", "lease", "payload", "part", "flow"]
-"""What a span is about, and so what `Span.what` says.
+"""The subject of a span, and so the meaning of `Span.what`.
 
 call: a call of an endpoint; `what` is the caller.
 item: an item, or batch of items, of a mapped endpoint; `what` is the call that takes them.
@@ -307,10 +307,10 @@ class Lap:
     end: float
     """Seconds of the controller's clock."""
     busy: tuple[Busy, ...]
-    """Who was busy with what; within the step, and empty where tracing is switched off."""
+    """Work of each actor; within the step, and empty where tracing is switched off."""
     flows: tuple[Flow, ...] = ()
-    """What went from whom to whom; empty where tracing is switched off."""
+    """Values that went from actor to actor; empty where tracing is switched off."""
     moves: tuple[Moved, ...] = ()
-    """Who was loaded and parked, as far as within the step; in order of their ends."""
+    """Loads and parks of actors, as far as within the step; in order of their ends."""
     parts: tuple[Span, ...] = ()
-    """What actors told of parts of their work (`Actor.note`); seconds of the controller's clock."""
+    """Parts of their work that actors told of (`Actor.note`); seconds of the controller's clock."""

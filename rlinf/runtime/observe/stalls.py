@@ -40,7 +40,7 @@ class HostReport:
     host: int
     waits: list[Wait] = field(default_factory=list)
     notes: dict[str, str] = field(default_factory=dict)
-    """What is known about a call or queue, by its name: where it is, and what it is doing. No times: as long as these
+    """State of each call or queue, by its name: where it is, and what it is doing. No times: as long as these
     stay the same, nothing has moved."""
     moves: dict[str, float] = field(default_factory=dict)
     """Computations begun by each of those calls, and seconds of processor time that the present one has used."""
@@ -146,7 +146,7 @@ class Progress:
     def __init__(self, patience: float):
         self._patience = patience
         self._seen: dict[tuple[str, str], tuple[int, float]] = {}
-        """What the flow waits for: its picture, and since when that is the same."""
+        """Waits of the flow: the picture of each, and since when that is the same."""
         self._edges: dict[tuple[str, str], float] = {}
         """Every wait, and since when it is there."""
 
@@ -307,7 +307,7 @@ class Work:
 
 
 outside: set[Outside] = set()
-"""What is waited for now; see `Outside`."""
+"""Waits at this moment; see `Outside`."""
 
 
 class Outside:

@@ -42,7 +42,7 @@ class ItemQueue:
         self.name = name
         self.capacity = capacity
         self.producers: dict[str, Callable[[], object]] = {}
-        """Who fills it, by call label, and how to stop each when all consumers are gone."""
+        """Those that fill it, by call label, and how to stop each when all consumers are gone."""
         self.closing = False
         """Nothing more may be put, but some is still on its way from other hosts."""
         self.closed = False

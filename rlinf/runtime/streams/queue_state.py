@@ -73,7 +73,7 @@ class Running:
         self.by_token: dict[Token, dict[Hashable, Item]] = {}
         """Of tokens that hold at least one item: the items by id."""
         self.holders: dict[Token, str] = {}
-        """Who holds them, for the stall report."""
+        """Holder of each, for the stall report."""
         self._counts: dict[Hashable, int] = {}
 
     def __contains__(self, token: Token) -> bool:

@@ -34,7 +34,7 @@ OVERTAKEN = 0.2
 REPEATED = 1.0
 """Seconds after a signal within which another one is the same: torchrun passes on what a terminal sends to all."""
 GO_ON = "The job ends; --resume auto goes on from its last checkpoint, torchrun --max-restarts N does so by itself."
-"""What whoever lost a job wants to type."""
+"""Advice to whoever lost a job."""
 NAMED = 6
 """Hosts and actors that a message names; a lost machine may have had hundreds."""
 

@@ -1,4 +1,4 @@
-"""What hosts do at this moment and did in a step: each host's own account of it, and all of them on one clock.
+"""Work of hosts at this moment and in a step: each host's own account of it, and all of them on one clock.
 
 Flows in: the spans, calls and queues that every host keeps anyway. Flows out: on each host its waits for the stall
 report, its actors and queues for whoever looks; on the controller the intervals in which each actor was busy, and a
@@ -81,7 +81,7 @@ class MemoryState:
     total: int | None
     """Bytes of the GPU, or of the machine; None where nobody can tell."""
     owner: str
-    """What no other GPU or process has: hosts that share it tell of the same memory."""
+    """A name that no other GPU or process has: hosts that share it tell of the same memory."""
 
 
 @dataclass(frozen=True, slots=True)

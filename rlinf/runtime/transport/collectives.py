@@ -93,7 +93,7 @@ class Collectives:
         self._gpu = gpu
         self._tell = tell
         self._made: dict[str, tuple[str, asyncio.Task[Any] | None]] = {}
-        """What stands for a name, and its making; None once it was released."""
+        """By name, words for what it stands for, and its making; None once it was released."""
         self._lines: dict[str, list[Any]] = {}
         """By mesh, the groups that torch knows for it."""
         self._leaving: set[asyncio.Future[None]] = set()

@@ -134,7 +134,7 @@ class Inner(Transport, Protocol):
     """The transport that joins all hosts, and by which lanes are agreed on."""
 
     offer: Offer | None
-    """What it tells neighbours that ask."""
+    """The answer to neighbours that ask."""
 
     def ask_offer(self, host: int) -> Awaitable[Offer | None]: ...
 

@@ -42,7 +42,7 @@ class Values:
         self._rank = host.rank
         self.kept: dict[Key, asyncio.Future[Any]] = {}
         self.awaited: dict[object, tuple[str, str | Key, float]] = {}
-        """Who waits for the value of which call (its label, or who made it and its number there), since when."""
+        """Each wait for a value: the waiter, the call (its label, or who made it and its number there), since when."""
         self._lending: list[Any] | None = None
         self._borrower = ""  # the call whose arguments they are
         self._frees: deque[tuple[int, int]] = deque()

@@ -98,7 +98,7 @@ class Promise(asyncio.Future[T]):
     ref: Any = None
     """The handle that counts it among its calls under way."""
     task: asyncio.Task[Any] | None = None
-    """What computes it, if that is on this host."""
+    """The task that computes it, if that is on this host."""
     stays: _Kept | None = None
     """Keeps the value at its producer, where that has it."""
 

@@ -109,7 +109,7 @@ class _Copy:
     owner: int
     task: asyncio.Task[Any] | None = None
     users: int = 0
-    """Who wait for it, or have."""
+    """Number of those who wait for it, or have."""
     keep: bool = False
 
 

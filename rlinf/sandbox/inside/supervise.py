@@ -128,7 +128,7 @@ class Run:
     outcome: str = ""
     """The limit that it exceeded."""
     status: bytes = b""
-    """What the first process reported."""
+    """The first process's report."""
     child: int = 0
     """The program's process, where it is a child of ours and no first process reports its end."""
     ours: int = 2

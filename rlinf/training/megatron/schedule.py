@@ -121,7 +121,7 @@ class Pipeline:
         dtype = stages[0].config.pipeline_dtype
         places = [place for stage in stages for place in stage.computed_with()] if dtype in HALF else []
         self.working = WorkingCopy(lambda: places, dtype)
-        """What stages compute with."""
+        """The weights that stages compute with."""
 
     @property
     def last(self) -> bool:

@@ -153,35 +153,6 @@ def choices(
     return batch.sum((Q - y).square().mean(0), {"q/gripper": Q.mean(0)})
 
 
-def margin(values: Tensor, choice: Tensor, mask: Tensor, *, margin: float) -> LossSum:
-    """How far what somebody chose is from being worth more than all else: L = max over g of (Q(s, g) + m [g is not
-    theirs]) - Q(s, theirs), averaged over critics.
-
-    Deep Q-learning from demonstrations (arXiv:1704.03732, section "Deep Q-Learning from Demonstrations", J_E).
-
-    Args:
-        values: Q(s, g) of each choice by each critic, [critics, choices, batch]; differentiable.
-        choice: number of the choice that they made, int64 [batch].
-        mask: which states count, [batch], bool or 0/1.
-        margin: by how much theirs is to be worth more, m.
-
-    Returns:
-        Sums; metric `imitation/margin`.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if values.ndim != 3:
-        raise ValueError(f"margin: values must be [critics, choices, batch], got {list(values.shape)}")
-    same_shape("margin", "a choice's values", values[0, 0], choice=choice, mask=mask)
-    batch = _tokens("margin", mask, values[0, 0])
-    Q = batch.read(values)
-    others = torch.arange(values.shape[1], device=choice.device)[:, None] != choice
-    own = Q[:, choice, torch.arange(len(choice), device=choice.device)]
-    short = batch.read(((Q + margin * others).amax(1) - own).mean(0))
-    return batch.sum(short, {"imitation/margin": short})
-
-
 def likeness(moves: Tensor, theirs: Tensor, mask: Tensor) -> LossSum:
     """Squared distance of what a policy would do from what somebody did: L = |a - a'|^2.
 

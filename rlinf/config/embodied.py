@@ -45,7 +45,7 @@ _OFF_POLICY_KEYS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("warmup", "utd", "actor_every", "gamma", "returns", "n_step", "solved_only"), OFF_POLICY),
     **dict.fromkeys(("demo_share", "offline_steps", "offline_updates"), OFF_POLICY),
     **dict.fromkeys(("tau",), _WITH_TARGETS),
-    **dict.fromkeys(("gripper_penalty", "gripper_margin"), ("sac",)),
+    "gripper_penalty": ("sac",),
     **dict.fromkeys(("alpha", "alpha_lr", "target_entropy", "backup_entropy", "subset", "shift"), ("sac", "crossq")),
     "imitation": ("sac", "crossq"),
     **dict.fromkeys(("expectile", "beta"), ("iql",)),
@@ -375,12 +375,9 @@ class OffPolicyConfig:
     gripper_penalty: float = Field(default=0.0, ge=0)
     """Taken off the reward of a gripper that is chosen apart (policy.settings.gripper; sac), where it is told to close
     or open, and not to stay (HIL-SERL)."""
-    gripper_margin: float = Field(default=0.0, ge=0)
-    """By how much what others chose of such a gripper, in off_policy.demonstrations and interventions, is to be worth
-    more than the other choices (DQfD, arXiv:1704.03732)."""
     imitation: float = Field(default=0.0, ge=0)
-    """Weight in the actor's loss of the squared distance of its likeliest actions from those of the same others, for as
-    many rows as are drawn of them (arXiv:1709.10089); sac, crossq. 0 leaves everything to the critics."""
+    """Weight in the actor's loss of the squared distance of its likeliest actions from those of demonstrations and
+    interventions, for as many rows as are drawn of them (arXiv:1709.10089); sac, crossq. 0: critics alone say."""
     shift: int = Field(default=0, ge=0)
     """Pictures are moved at random by so many pixels at most when they are learned from (DrQ, arXiv:2004.13649)."""
     expectile: float = Field(default=0.7, gt=0, lt=1)
@@ -682,12 +679,10 @@ class EmbodiedConfig(CommonConfig):
             yield "off_policy.shift", f"policy.type={policy.type or 'soft'} looks at no pictures: take soft_pixels"
         if self.policy_settings.get("gripper") is True and name != "sac":
             yield "policy.settings.gripper", "its choices are learned by sac alone: remove it, or set algorithm=sac"
-        for key in ("imitation", "gripper_margin"):
-            if getattr(settings, key) and settings.demonstrations is None and self.env.intervener is None:
-                yield f"off_policy.{key}", "nobody shows anything: name off_policy.demonstrations or env.intervener"
-        for key in ("gripper_penalty", "gripper_margin"):
-            if getattr(settings, key) and self.policy_settings.get("gripper") is not True:
-                yield f"off_policy.{key}", "no gripper is chosen apart: set policy.settings.gripper=true"
+        if settings.imitation and settings.demonstrations is None and self.env.intervener is None:
+            yield "off_policy.imitation", "nobody shows anything: name off_policy.demonstrations or env.intervener"
+        if settings.gripper_penalty and self.policy_settings.get("gripper") is not True:
+            yield "off_policy.gripper_penalty", "no gripper is chosen apart: set policy.settings.gripper=true"
         if name == "iql" and policy.type not in (None, "soft"):
             yield "policy.type", "iql learns from states: take soft"
         if policy.type == "steered":

@@ -65,7 +65,6 @@ def test_help_about_such_a_file_lists_its_keys(capsys):
         (["algorithm=sac", "off_policy.gripper_penalty=0.1"], r"off_policy\.gripper_penalty.*gripper=true"),
         (["algorithm=crossq", "off_policy.gripper_penalty=0.1"], r"off_policy\.gripper_penalty.*sac"),
         (["algorithm=sac", "off_policy.returns=[1, 0]"], r"off_policy\.returns.*least"),
-        (["algorithm=sac", "off_policy.gripper_margin=0.1"], r"off_policy\.gripper_margin.*gripper=true"),
         (["algorithm=sac", "off_policy.imitation=0.1"], r"off_policy\.imitation.*demonstrations"),
     ],
 )

@@ -80,8 +80,6 @@ class SacSettings(OffPolicySettings):
     """Count the entropy of what follows as reward in the critics' targets; the actor's loss has its entropy anyway."""
     gripper_penalty: float = 0.0
     """Taken off the reward of the gripper's critics where it is told to close or open, and not to stay."""
-    gripper_margin: float = 0.0
-    """By how much the gripper's choice of demonstrations and interventions is to be worth more than others."""
     imitation: float = 0.0
     """Weight of the squared distance of the likeliest actions from those of demonstrations and interventions."""
 

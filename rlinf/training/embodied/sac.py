@@ -79,12 +79,11 @@ class SacLearner:
             )
         if self.targets and policy.config.batch_norm:
             raise ValueError("soft actor-critic: policy.settings.batch_norm is for algorithm: crossq alone")
-        for key in ("gripper_penalty", "gripper_margin"):
-            if getattr(settings, key) and not policy.config.gripper:
-                raise ValueError(
-                    f"soft actor-critic: {key}={getattr(settings, key)} is for a policy that chooses what its gripper "
-                    "does: set policy.settings.gripper=true"
-                )
+        if settings.gripper_penalty and not policy.config.gripper:
+            raise ValueError(
+                f"soft actor-critic: gripper_penalty={settings.gripper_penalty} is for a policy that chooses what its "
+                "gripper does: set policy.settings.gripper=true"
+            )
         self.policy, self.settings, self._mesh = policy, settings, mesh
         self.module = SacModule(policy, settings.alpha, targets=self.targets)
         self._actor, self._critic, self._alpha = policy.without_critic(), policy.of_critic(), [self.module.log_alpha]
@@ -181,20 +180,15 @@ class SacLearner:
             following = inputs_of(mine, "following.")
             best = critic.choices(following).mean(0).argmax(0)
             ahead = target.choices(following)[:, best, torch.arange(len(best), device=best.device)]
-        values, number = critic.choices(inputs_of(mine, "seen.")), choice.long() + 1
-        loss = critic_losses.choices(
-            values,
-            number,
+        return critic_losses.choices(
+            critic.choices(inputs_of(mine, "seen.")),
+            choice.long() + 1,
             rewards_of(mine, settings.gamma) - settings.gripper_penalty * choice.abs(),
             pessimistic(ahead, subset=settings.subset, generator=generator),
             mask,
             discount=settings.gamma ** mine["steps"] * ~mine["terminated"],
             returns=_with_penalties(settings),
         )
-        if settings.gripper_margin:
-            short = critic_losses.margin(values, number, mask & mine["others"], margin=settings.gripper_margin)
-            loss = loss.plus(short)
-        return loss
 
     def _imitation(self, mine: Rows, mask: Tensor) -> LossSum:
         """The loss of the likeliest moves where others showed theirs, of those actions of a chunk that they did."""

@@ -55,15 +55,6 @@ def test_every_critic_is_drawn_to_the_target():
     assert found.values() == {"q/mean": 2.0, "target/mean": 2.0}
 
 
-def test_what_somebody_chose_is_to_be_worth_more_than_all_else_by_a_margin():
-    values = torch.tensor([[[1.0, 5.0, 0.0], [0.9, 1.0, 0.0], [0.5, 1.0, 9.0]]], requires_grad=True)
-    found = critic_losses.margin(values, torch.tensor([0, 0, 1]), torch.tensor([1, 1, 0]), margin=0.25)
-    # The second choice comes too near to theirs, by 0.15; theirs leads by 4; the third row does not count.
-    assert float(found.total.detach()) == pytest.approx(0.9 + 0.25 - 1.0)
-    slope = torch.autograd.grad(found.total, values)[0]
-    assert slope.tolist() == [[[-1.0, 0.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]]]
-
-
 def test_moves_are_drawn_to_those_that_somebody_showed():
     moves = torch.tensor([[0.5, 0.0], [1.0, 1.0], [9.0, 9.0]], requires_grad=True)
     theirs = torch.tensor([[0.0, 1.0], [1.0, 1.0], [math.nan, 0.0]])
@@ -121,7 +112,6 @@ def test_gradients_are_derivatives_and_do_not_depend_on_the_split(loss):
         (lambda: critic_losses.soft_target(*[EVERY] * 3, torch.zeros(2), gamma=0.9, alpha=1.0), r"next_logprobs \[2\]"),
         (lambda: critic_losses.soft_target(*[EVERY] * 4, gamma=1.9, alpha=1.0), "gamma=1.9"),
         (lambda: critic_losses.critics(torch.zeros(2, 3), torch.zeros(2), EVERY), r"targets \[2\]"),
-        (lambda: critic_losses.margin(torch.zeros(2, 3), EVERY.long(), EVERY, margin=1.0), r"choices, batch\]"),
         (lambda: critic_losses.likeness(torch.zeros(3, 2), torch.zeros(3, 1), EVERY), r"theirs \[3, 1\]"),
         (lambda: critic_losses.actor(EVERY, torch.zeros(2), EVERY, alpha=1.0), r"values \[2\]"),
         (lambda: critic_losses.polyak(EVERY, torch.zeros(2), tau=0.5), r"source \[2\]"),

@@ -147,7 +147,7 @@ def with_gripper(count, *, steps=1, seed=0):
     return {**batch, "steps": torch.randint(1, steps + 1, (count,), generator=random)}
 
 
-def written_down(learner, batch, gamma, penalty, returns, margin=0.0):
+def written_down(learner, batch, gamma, penalty, returns):
     """The loss of a gripper's values, transition by transition, in float64."""
 
     def value(critic, member, state, choice):
@@ -169,11 +169,7 @@ def written_down(learner, batch, gamma, penalty, returns, margin=0.0):
         y += 0.0 if batch["terminated"][row] else gamma**steps * ahead
         y = min(max(y, returns[0]), returns[1])
         for each in members:
-            worth = [value(online, each, batch["seen.state"][row], other) for other in range(3)]
-            errors.append((worth[choice + 1] - y) ** 2)
-            if margin and batch["others"][row]:
-                ahead = max(number + margin * (other != choice + 1) for other, number in enumerate(worth))
-                errors[-1] += ahead - worth[choice + 1]
+            errors.append((value(online, each, batch["seen.state"][row], choice + 1) - y) ** 2)
     return sum(errors) / len(errors)
 
 
@@ -203,14 +199,6 @@ def test_critics_and_actor_do_not_depend_on_what_the_gripper_does():
 
     closed, opened = learned(-1.0), learned(1.0)
     assert all(torch.equal(tensor, opened[name]) for name, tensor in closed.items())
-
-
-def test_what_others_did_with_a_gripper_is_held_to_be_better_and_all_else_is_not():
-    made, batch = learner(GRIPPER, gamma=0.7, gripper_margin=0.3), {**with_gripper(24), "others": torch.arange(24) < 8}
-    found = made._gripper_loss(batch, torch.ones(24, dtype=torch.bool), torch.Generator())
-    unbounded = (-math.inf, math.inf)
-    assert float(found.mean().detach()) == pytest.approx(written_down(made, batch, 0.7, 0.0, unbounded, 0.3), rel=1e-5)
-    assert written_down(made, batch, 0.7, 0.0, unbounded) < float(found.mean().detach()) - 0.01
 
 
 def test_the_actor_goes_where_others_went_and_where_nobody_did_the_critics_alone_lead_it():
@@ -260,7 +248,6 @@ def test_a_gripper_learns_when_to_close_and_when_to_open(penalty):
         ({"alpha": 0.0}, "alpha=0"),
         ({"subset": 3}, "subset=3"),
         ({"gripper_penalty": 0.1}, "gripper=true"),
-        ({"gripper_margin": 0.1}, "gripper_margin=0.1.*gripper=true"),
         ({"returns": (1.0, 0.0)}, r"returns=\[1.0, 0.0\]"),
     ],
 )

@@ -376,7 +376,7 @@ def prepare_text(config: RunConfig, hosts: int, objects: InMemory) -> RunPlan:
     staleness = config.staleness.max if works_ahead(own_flow) else 0
     step = ProfiledStep(flow=flow, path=path, model=model, items=items, staleness=staleness)
     placed, choice = planned(_placing(config), kinds, hosts, step, own)
-    model_config, fitted, problems = _fitted(config, placed, needed, problems_so_far)
+    model_config, fitted, problems = _fitted(config, placed, needed, own_flow, problems_so_far)
     config = fitted.config
     problems = [
         *flow_problems(path, own_flow, (*ALWAYS, "session", *config.roles), collected(needed), OPTIONAL),
@@ -655,7 +655,7 @@ def tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:
 
 
 def _fitted(
-    config: RunConfig, placed: Placed, roles: Sequence[str], found_so_far: Sequence[Problem] = ()
+    config: RunConfig, placed: Placed, roles: Sequence[str], flow: Any, found_so_far: Sequence[Problem] = ()
 ) -> tuple[Any, Fitted, list[Problem]]:
     """The transformers config of the model, what follows from the devices' memory, and what is wrong with either."""
     from rlinf.runs.dry_run.footprint import Fitted, fit
@@ -676,7 +676,7 @@ def _fitted(
     if problems:
         return model_config, Fitted(config), problems
     with naming("model", config.model.path or config.model.config, "estimating its memory"):
-        fitted, problems = fit(config, model_config, placed, roles)
+        fitted, problems = fit(config, model_config, placed, roles, flow)
     return model_config, fitted, problems
 
 
@@ -737,7 +737,7 @@ def prepare_supervised(config: RunConfig, hosts: int, objects: InMemory) -> RunP
     model, items = f"{shape}, {config.algorithm.name}", config.supervised.batch_size
     step = ProfiledStep(flow=flow, path=path, model=model, items=items)
     placed, choice = planned(config.placement, kinds, hosts, step)
-    model_config, fitted, problems = _fitted(config, placed, needed)
+    model_config, fitted, problems = _fitted(config, placed, needed, flow)
     if problems:
         raise ConfigError(problems)
     return RunPlan(

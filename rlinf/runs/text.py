@@ -85,7 +85,7 @@ from rlinf.rewards.base import RewardSource, ScoreCounts
 from rlinf.runs.callbacks import AlarmRule, Observer, RunState
 from rlinf.runs.data import check_reward, load_data_of, no_end_token, reward_is_default, scores_alone
 from rlinf.runs.dry_run.footprint import spread_of
-from rlinf.runs.dry_run.transformer import device_kind, saved_shape
+from rlinf.runs.dry_run.transformer import saved_shape, share_tensors
 from rlinf.runs.evaluation import (
     answers_of,
     compared_named,
@@ -307,7 +307,7 @@ class TextWorkload(Workload[Evaluation]):
             )
         # engines read the base from its files, and the trainer's is rounded
         other_base = self.config.model.lora.base != "full"
-        if share_tensors(self.config, self.plan) or further or other_base:
+        if share_tensors(self.config, self.plan.placed, self.plan.flow) or further or other_base:
             await self.publish(started)
         return started
 
@@ -637,7 +637,7 @@ def roles_to_start(
             sharding=sharding,
             rescue_dir=rescue,
             staleness=config.staleness.max if ahead else 0,
-            lends=share_tensors(config, prepared),
+            lends=share_tensors(config, prepared.placed, prepared.flow),
         ),
         "algorithm": prepared.algorithm,
         "chat_template": template,
@@ -661,16 +661,6 @@ def roles_to_start(
         for name, (actor, settings) in roles.items()
     }
     return {**ours, **own_roles(config)}
-
-
-def share_tensors(config: RunConfig, prepared: RunPlan) -> bool:
-    """True if the rollout can compute on the trainer's own tensors: in one process, on a CPU, in one precision, and
-    where the flow generates and trains in turn."""
-    placed, flow, how = prepared.placed, prepared.flow, (config.rollout.engine, config.trainer.backend)
-    one = placed.devices == 1 and not placed.turns and device_kind(config.placement) == "cpu"
-    alike = how == ("transformers", "fsdp") and config.rollout.dtype == config.trainer.dtype == "float32"
-    alike &= config.rollout.own_engine
-    return one and alike and not config.model.lora.on and getattr(flow, "alternates", False) and not works_ahead(flow)
 
 
 def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:

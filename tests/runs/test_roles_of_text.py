@@ -7,10 +7,11 @@ import pytest
 from rlinf.config.load import ConfigError
 from rlinf.placement.seats import TEXT, place
 from rlinf.placement.simulate import trial
+from rlinf.runs.dry_run.transformer import share_tensors
 from rlinf.runs.roles import Teachers, collected, with_teachers
 from rlinf.runs.rules import load_config
 from rlinf.runs.start import prepare
-from rlinf.runs.text import rollout_settings, share_tensors, trainer_settings
+from rlinf.runs.text import rollout_settings, trainer_settings
 from tests.models.scoring.saved import saved_classifier, saved_language_model
 
 OWN = ("flow=tests.own_roles.with_index", "roles.verifier.class=tests.own_roles.Verifier")
@@ -208,7 +209,7 @@ def test_weights_leave_the_trainer_in_the_widest_dtype_of_those_who_take_them_ov
 )
 def test_the_rollout_computes_on_the_trainers_tensors_where_nobody_can_tell(overrides, hosts, shared):
     plan = prepare(load_config(None, ("placement.device_kind=cpu", *overrides), hosts), hosts)
-    assert share_tensors(plan.config, plan) is shared
+    assert share_tensors(plan.config, plan.placed, plan.flow) is shared
 
 
 @pytest.mark.parametrize(

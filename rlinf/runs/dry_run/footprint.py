@@ -450,7 +450,9 @@ class Fitted:
     """Lines about roles that may run out of memory, and about the precision that a CPU was found to want."""
 
 
-def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str]) -> tuple[Fitted, list[Problem]]:
+def fit(
+    config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[str], flow: Any = None
+) -> tuple[Fitted, list[Problem]]:
     """Decide what is left to the devices, count what roles take of them, and say what does not fit.
 
     Args:
@@ -458,9 +460,10 @@ def fit(config: RunConfig, model_config: Any, placed: Placed, roles: Sequence[st
         model_config: of its model, from transformers.
         placed: where the roles are.
         roles: that there are besides rollout, judge and trainer.
+        flow: of the run; None: none that is known.
     """
     kind, memory = transformer.device_kind(config.placement), placed.room("trainer")
-    config, precision = transformer.rollout_precision(config, model_config, placed.devices)
+    config, precision = transformer.rollout_precision(config, model_config, placed, flow)
     config, became = transformer.by_kind(config)
 
     def learns(changed: RunConfig) -> bool:

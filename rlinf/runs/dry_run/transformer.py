@@ -28,8 +28,10 @@ from rlinf.config.load import InputError
 from rlinf.config.text import RunConfig
 from rlinf.data.images import auto_class
 from rlinf.data.routes import experts_of
+from rlinf.data.step import works_ahead
 from rlinf.data.tokenizer import pretrained, without_own_code
 from rlinf.placement.hardware import cpu_products
+from rlinf.placement.seats import Placed
 from rlinf.storage.files import replace_text
 
 T = TypeVar("T")
@@ -390,7 +392,16 @@ def by_kind(config: RunConfig) -> tuple[RunConfig, list[str]]:
     return replace(config, trainer=trainer, **changed), became
 
 
-def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> tuple[RunConfig, str]:
+def share_tensors(config: RunConfig, placed: Placed, flow: Any) -> bool:
+    """True if the rollout can compute on the trainer's own tensors: in one process, on a CPU, in one precision, and
+    where the flow generates and trains in turn."""
+    one = placed.devices == 1 and not placed.turns and device_kind(config.placement) == "cpu"
+    alike = (config.rollout.engine, config.trainer.backend) == ("transformers", "fsdp")
+    alike &= config.rollout.dtype == config.trainer.dtype == "float32" and config.rollout.own_engine
+    return one and alike and not config.model.lora.on and getattr(flow, "alternates", False) and not works_ahead(flow)
+
+
+def rollout_precision(config: RunConfig, model_config: Any, placed: Placed, flow: Any) -> tuple[RunConfig, str]:
     """A configuration with `rollout.dtype` as this CPU is fastest with, where it is a CPU and has the choice.
 
     The first process decides for all, whatever CPUs others have: roles are given values.
@@ -398,7 +409,8 @@ def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> t
     Args:
         config: of the run.
         model_config: of its model, from transformers.
-        processes: of the job. A single one decodes with the trainer's own tensors, which are float32.
+        placed: where the roles are. A single process stays with float32: it may decode with the trainer's tensors.
+        flow: of the run.
 
     Returns:
         The configuration, and why it became what it is; empty where there was nothing to choose.
@@ -408,8 +420,11 @@ def rollout_precision(config: RunConfig, model_config: Any, processes: int) -> t
     usual = config.rollout.engine == "transformers" and config.rollout.weights == "full"
     if not (chooses and usual) or (count := parameters_of(model_config)) < _LARGE:
         return config, ""
-    if processes == 1 and config.trainer.dtype != "bfloat16":
-        why = "one process decodes with the trainer's own tensors, which takes no memory and needs no publishing"
+    if placed.devices == 1 and config.trainer.dtype != "bfloat16":
+        exact = {name: replace(getattr(config, name), dtype="float32") for name in ("rollout", "trainer")}
+        why = "one process decodes in the precision that it trains in"
+        if share_tensors(replace(config, **exact), placed, flow):
+            why = "one process decodes with the trainer's own tensors, which takes no memory and needs no publishing"
         return config, f"rollout.dtype=float32: {why}; bfloat16 decodes faster here"
     changed = replace(config, rollout=replace(config.rollout, dtype="bfloat16"))
     size = f"{count / 1e6:,.0f} M weights"

@@ -3,6 +3,7 @@
 import pytest
 
 from rlinf.config.load import ConfigError, InputError
+from rlinf.flows.grpo import grpo
 from rlinf.placement.seats import TEXT, place
 from rlinf.runs.dry_run import transformer
 from rlinf.runs.dry_run.footprint import fit
@@ -19,7 +20,7 @@ def configured(*overrides, kind="cuda", hosts=1):
 
 def fitted(config, model=None, hosts=1):
     placed = place(config.placement, [kind for kind in TEXT if kind.name in ("rollout", "judge", "trainer")], hosts)
-    return fit(config, qwen2("1.5B") if model is None else model, placed, ())
+    return fit(config, qwen2("1.5B") if model is None else model, placed, (), grpo)
 
 
 def values(config):
@@ -39,6 +40,7 @@ def test_gpus_compute_in_bfloat16_on_large_micro_batches_and_cpus_as_they_always
         (["avx512_vnni"], "large", (), 2, "float32", None),
         (["avx512_bf16"], "small", (), 2, "float32", None),
         (["avx512_bf16"], "large", (), 1, "float32", "own tensors"),
+        (["avx512_bf16"], "large", ("model.lora.r=4",), 1, "float32", "precision that it trains in"),
         (["avx512_bf16"], "large", ("rollout.dtype=float32",), 2, "float32", None),
         (["avx512_bf16"], "large", ("rollout.weights=int8",), 2, "float32", None),
     ],

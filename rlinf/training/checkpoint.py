@@ -134,6 +134,14 @@ def kept_by(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Any]:
     return optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
 
+def go_on(optimizer: Any, parameter: nn.Parameter, kept: Mapping[str, Tensor]) -> None:
+    """Give an optimizer, which may have a form of its own for it, what `kept_by` gave for a parameter."""
+    if hasattr(optimizer, "take"):
+        optimizer.take(parameter, kept)
+    else:
+        optimizer.state[parameter] = dict(kept)
+
+
 def empty_state(
     model: nn.Module, optimizer: Optimizer | None, stored: Metadata, about: Mapping[str, Any]
 ) -> OptimizerState:
@@ -173,10 +181,7 @@ def take_over(optimizer: Optimizer | None, state: OptimizerState, about: Mapping
     for parameter, (_, tensors) in state.items():
         if tensors:
             scalars = {key: value.reshape(()) for key, value in tensors.items() if key in about["scalars"]}
-            if hasattr(optimizer, "take"):
-                optimizer.take(parameter, {**tensors, **scalars})
-            else:
-                optimizer.state[parameter] = {**tensors, **scalars}
+            go_on(optimizer, parameter, {**tensors, **scalars})
     for group, saved in zip(optimizer.param_groups, about["groups"], strict=True):
         for key, value in saved["values"].items():
             if isinstance(group.get(key), Tensor):

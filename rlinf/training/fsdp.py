@@ -8,6 +8,7 @@ train it. All of it blocks and knows no actor. Ranks must call the same methods 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
@@ -38,7 +39,7 @@ from rlinf.models.language.tenants import Apart, Tenant, WholeWeights, rows_apar
 from rlinf.models.language.tensor_parallel import Division
 from rlinf.models.language.truth import Way
 from rlinf.training.backend import HostCopy, Loss, Optimization, Outputs, Ranks
-from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, held, kept_by, load_state
+from rlinf.training.checkpoint import STATE, Restored, Source, StateCopy, copy_state, go_on, held, kept_by, load_state
 from rlinf.training.export import ADAPTER, MODEL, copy_adapter, copy_model
 from rlinf.training.muon import Muon, hidden_matrices
 from rlinf.training.optimizer import ScheduledOptimizer, optimizer_step, sum_over_copies
@@ -386,13 +387,15 @@ class FsdpBackEnd:
         learner.optimizer.state.clear()
         if not optimizer:
             return
-        names = self._learned(learner)
+        names, kept = self._learned(learner), defaultdict[str, dict[str, Tensor]](dict)
         with safe_open(directory / OPTIMIZER, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # no mapping
                 name, _, part = key.rpartition(".")
-                parameter, value = names[name], file.get_tensor(key)
+                value, parameter = file.get_tensor(key), names[name]
                 whole = value.reshape(()) if value.shape != parameter.shape else value
-                learner.optimizer.state[parameter][part] = whole.to(parameter.device)
+                kept[name][part] = whole.to(parameter.device)
+        for name, state in kept.items():
+            go_on(learner.optimizer, names[name], state)
 
     def _saved_values(self, learner: Learner, directory: Path) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """The values that a model's parameters have in a directory.

@@ -166,6 +166,8 @@ class AdamW8bit(Optimizer):
         (group,), (inner,) = self.param_groups, self._theirs.param_groups
         inner |= {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
         for parameter, own in self._own.items():
+            if parameter not in self.state:  # it was cleared, as any optimizer's can be
+                self._theirs.state.pop(own, None)
             own.grad = None if parameter.grad is None or not own.numel() else shard_of(parameter.grad).contiguous()
         self._theirs.step()
         for parameter, own in self._own.items():

@@ -216,11 +216,11 @@ async def test_a_model_learns_bit_for_bit_the_same_whether_others_are_there_or_n
     assert all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-@pytest.mark.parametrize("optimizer", [True, False])
-async def test_saved_models_go_on_bit_for_bit_and_are_peft_s(base, tmp_path, optimizer):
+@pytest.mark.parametrize(("optimizer", "kind"), [(True, "adamw"), (False, "adamw"), (True, "adamw_8bit")])
+async def test_saved_models_go_on_bit_for_bit_and_are_peft_s(base, tmp_path, optimizer, kind):
     lora = {**LORA, "target_modules": ["auto", "unembed"]}
     async with ActorSystem.local() as system:
-        trainer = await spawned(system, base)
+        trainer = await spawned(system, base, kind=kind)
         await trainer.open_model("a", lora, 7)
         await steps(trainer, "a", 2)
         saved = str(tmp_path / "two")

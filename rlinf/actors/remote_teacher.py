@@ -66,8 +66,8 @@ class RemoteTeacher(Actor):
             ValueError: there is no address, or no key in the environment, or the dialect does not tell what is asked.
         """
         url = urlsplit(server.url or "")
-        if url.scheme not in ("http", "https") or not url.netloc:
-            raise WrongSetting(f"teacher.server.url: {server.url!r} is no address; write http://HOST:PORT/v1")
+        for name, advice in server.mistakes():
+            raise WrongSetting(f"teacher.server.{name}={getattr(server, name)!r}: {advice}")
         if settings.distribution == "hidden" or (settings.distribution == "top" and server.dialect == "echo"):
             raise WrongSetting(_tells_less(server.dialect))
         key = None if server.key_env is None else os.environ.get(server.key_env)

@@ -160,6 +160,11 @@ class TeacherServerConfig:
     attempts: int = Field(default=4, ge=1)
     """How often an answer is asked about before the run fails, where the server cannot be reached or fails (5xx)."""
 
+    def mistakes(self) -> Iterator[tuple[str, str]]:
+        """(key, advice) for every mistake in it."""
+        if self.url is not None and not re.match(r"https?://[^/?#]", self.url):
+            yield "url", "it is no address; write http://HOST:PORT/v1"
+
 
 @dataclass(config=CLOSED)
 class TeacherConfig:

@@ -637,6 +637,7 @@ class RunConfig(CommonConfig):
                 yield key, "it has either a `model` or a `server` with a `url`"
             elif model is not None and looks_local(model) and not os.path.isdir(model):
                 yield key, f"model: {_NO_MODEL}"
+            yield from ((key, f"server.{inner}: {advice}") for inner, advice in teacher.server.mistakes())
         for key, value in (("model", self.teacher.model), ("server.url", self.teacher.server.url)):
             if self.teachers and value is not None:
                 yield f"teacher.{key}", "there are several, in `teachers`: make it one of them, or remove it"

@@ -105,7 +105,8 @@ def _where(model: ModelConfig, model_config: Any) -> tuple[str, Any]:
 
 
 def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]:
-    """Yield problems of the saved models of critic, reference and teacher, as far as a run has these roles."""
+    """Yield problems of the saved models of critic, reference and teacher, as far as a run has these roles, and of the
+    reward model's tokenizer."""
     for key, path in (
         ("critic.model", config.critic.model),
         ("reference.model", config.reference.model),
@@ -119,6 +120,15 @@ def other_models(config: RunConfig, roles: Collection[str]) -> Iterator[Problem]
                     yield Problem("configuration", key, path, damage)
             except RAISED as error:  # as above
                 yield problem(key, path, error)
+    judge = config.reward_model
+    if judge.path is not None and judge.chat:
+        key, path = ("path", judge.path) if judge.tokenizer is None else ("tokenizer", judge.tokenizer)
+        try:
+            if not load_tokenizer(path).chat_template:
+                advice = f"the tokenizer of {path} has no chat template; set it to false or null"
+                yield Problem("configuration", "reward_model.chat", judge.chat, advice)
+        except RAISED as error:
+            yield problem(f"reward_model.{key}", path, error)
 
 
 @contextmanager

@@ -134,12 +134,12 @@ def kept_by(optimizer: Any, parameter: nn.Parameter) -> Mapping[str, Any]:
     return optimizer.state.get(parameter, {})  # type: ignore[no-any-return]
 
 
-def go_on(optimizer: Any, parameter: nn.Parameter, kept: Mapping[str, Tensor]) -> None:
+def go_on(optimizer: Any, parameter: nn.Parameter, state: Mapping[str, Tensor]) -> None:
     """Give an optimizer, which may have a form of its own for it, what `kept_by` gave for a parameter."""
     if hasattr(optimizer, "take"):
-        optimizer.take(parameter, kept)
+        optimizer.take(parameter, state)
     else:
-        optimizer.state[parameter] = dict(kept)
+        optimizer.state[parameter] = dict(state)
 
 
 def empty_state(

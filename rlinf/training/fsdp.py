@@ -387,14 +387,14 @@ class FsdpBackEnd:
         learner.optimizer.state.clear()
         if not optimizer:
             return
-        names, kept = self._learned(learner), defaultdict[str, dict[str, Tensor]](dict)
+        names, states = self._learned(learner), defaultdict[str, dict[str, Tensor]](dict)
         with safe_open(directory / OPTIMIZER, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  # no mapping
                 name, _, part = key.rpartition(".")
                 value, parameter = file.get_tensor(key), names[name]
                 whole = value.reshape(()) if value.shape != parameter.shape else value
-                kept[name][part] = whole.to(parameter.device)
-        for name, state in kept.items():
+                states[name][part] = whole.to(parameter.device)
+        for name, state in states.items():
             go_on(learner.optimizer, names[name], state)
 
     def _saved_values(self, learner: Learner, directory: Path) -> Iterator[tuple[nn.Parameter, Tensor]]:

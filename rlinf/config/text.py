@@ -370,6 +370,9 @@ class ServeConfig:
     max_whole: int = Field(default=0, ge=0)
     """The same of models that learn all weights, which clients make by rank 0: each takes four times the bytes of the
     base in float32, with gradients and optimizer. 0: there are none."""
+    session_seconds: float | None = Field(default=86400.0, gt=0)
+    """Seconds without a heartbeat or request of its client after which a session ends: models are unloaded, samplers
+    forgotten; checkpoints stay. Official clients beat every 10 s. null: sessions end when their clients say so."""
     max_samples: int = Field(default=1024, ge=1)
     """Answers of one request."""
     max_body_mb: float = Field(default=64.0, gt=0)

@@ -292,6 +292,7 @@ class App:
         id = wanted(body, "request_id", str)
         if not self._service.visible(id):
             raise Refused(f"there is no request {id[:200]!r}", 404)
+        self._service.sign(id)
         result = await self._service.promises.result(id, _POLL)
         if result is None:
             state: dict[str, Any] = {"queue_state": "active"}

@@ -2,13 +2,15 @@
 
 A model's requests run one after the other, in the order in which its client sent them and whatever order they arrive
 in: `InOrder`. What those of several models compute is computed in common turns: `FairTurns`. Answers by the same
-weights run together, and those by others wait until the engine has switched: `Switching`. Who wakes whom: a request
-that arrives wakes its model's line; its result wakes whoever fetches it.
+weights run together, and those by others wait until the engine has switched: `Switching`. Sessions of which nothing is
+heard any more end: `Lives`. Who wakes whom: a request that arrives wakes its model's line; its result wakes whoever
+fetches it; a timer, whatever ends.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Mapping, Sequence
@@ -300,6 +302,53 @@ class Residents(Generic[T]):
     async def close(self) -> None:
         """Give up what is being fetched."""
         await cancel_all([each for each in self._there.values() if isinstance(each, asyncio.Task)])
+
+
+class Lives:
+    """Ends what gives no sign of life for so long.
+
+    Args:
+        end: is told of each that is over.
+        seconds: without a sign; None: they go on for ever.
+    """
+
+    def __init__(self, end: Callable[[str], object], seconds: float | None) -> None:
+        self._end, self._seconds = end, seconds
+        self._ends: OrderedDict[str, float] = OrderedDict()  # when each is over, the first one first
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, key: str) -> None:
+        """Wait for signs of this one."""
+        if self._seconds is not None:
+            self._ends[key] = asyncio.get_running_loop().time() + self._seconds
+            self._ends.move_to_end(key)
+            self._wake()
+
+    def sign(self, key: str) -> None:
+        """It lives, unless it is over already."""
+        if key in self._ends:
+            self.begin(key)
+
+    def _wake(self) -> None:
+        """Look again when the first one may be over; those that gave a sign meanwhile are later then."""
+        if self._timer is None and self._ends:
+            nobody = contextvars.Context()  # whoever's call set the timer has nothing to do with who is over
+            when = next(iter(self._ends.values()))
+            self._timer = asyncio.get_running_loop().call_at(when, self._look, context=nobody)
+
+    def _look(self) -> None:
+        self._timer, now = None, asyncio.get_running_loop().time()
+        try:
+            while self._ends and next(iter(self._ends.values())) <= now:
+                self._end(self._ends.popitem(last=False)[0])
+        finally:
+            self._wake()
+
+    def close(self) -> None:
+        """End nobody any more."""
+        self._ends.clear()
+        if self._timer is not None:
+            self._timer.cancel()
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from rlinf.runs.library.session import Session
 from rlinf.service.checkpoints import OWNER, CheckpointPath, Refused, Store, expiry
 from rlinf.service.journal import ANSWERS, SERVICE, Journal, Line, Record, Result, put_directory
 from rlinf.service.keys import KEY, Busy, Keys
-from rlinf.service.promises import FairTurns, InOrder, Promises, Work
+from rlinf.service.promises import FairTurns, InOrder, Lives, Promises, Work
 from rlinf.service.samplers import BASE, SampleRequest, Samplers
 from rlinf.service.wire import PassRequest, pass_result
 from rlinf.training.optimizer import Adam
@@ -138,6 +138,8 @@ class Service:
         self.sessions: dict[str, list[str]] = {}
         """Models of each session of a client."""
         self._finished: set[str] = set()
+        self._silent: set[str] = set()  # of these, those that ended because their clients were
+        self._lives = Lives(self._lapse, config.session_seconds)
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._names = itertools.count(1)
@@ -148,6 +150,7 @@ class Service:
 
     async def close(self) -> None:
         """Give up what is under way; what was promised is done after the next start."""
+        self._lives.close()
         await self.promises.close()
         await self._passes.close()
         await self._samplers.close()
@@ -245,10 +248,15 @@ class Service:
                     self.owners[facts["session"]] = facts.get("owner", OWNER)
                 case "finish_session":
                     self._finished.add(facts["session"])
+                    if facts.get("silent"):
+                        self._forget(facts["session"])
                 case "create_model":
                     self._add(facts["id"], facts["about"], facts["load"] and tuple(facts["load"]))
                 case "create_sampler":
                     self.samplers[facts["sampler"]] = Sampler(facts["sampler"], facts["weights"])
+        for session, models in self.sessions.items():
+            if session not in self._silent or self.models.keys() & models:  # those that were about to be unloaded
+                self._lives.begin(session)
         self.promises.restore(line.results, ())
         for id, model in self.models.items():
             if id in self.promises:
@@ -340,6 +348,7 @@ class Service:
         """Begin a session of a client; its id."""
         id = secrets.token_hex(12)
         self.sessions[id], self.owners[id] = [], KEY.get() or OWNER
+        self._lives.begin(id)
         self.journal.put(SERVICE, {"call": "create_session", "session": id, "owner": self.owners[id]})
         return id
 
@@ -352,8 +361,42 @@ class Service:
         if not isinstance(id, str) or id not in self.sessions or not self.visible(id):
             raise Refused(f"there is no session {str(id)[:200]!r}", 404)
         if id in self._finished and not finished:
-            raise Refused(f"session {id} has finished", 410)
-        return str(id)
+            raise Refused(f"session {id} has finished{self._why(id)}", 410)
+        self.sign(id)
+        return id
+
+    def sign(self, id: str) -> None:
+        """Note that the client of a session, or of what is its, still asks for it."""
+        self._lives.sign(id.partition(":")[0])
+
+    def _why(self, id: str) -> str:
+        """Why there is no such session, or nothing of it, any more; empty where its client knows."""
+        silent = id.partition(":")[0] in self._silent
+        return ": its client was silent for longer than serve.session_seconds" if silent else ""
+
+    def _lapse(self, id: str) -> None:
+        """End a session whose client is gone."""
+        models = [self.models[each] for each in self.sessions[id] if each in self.models]
+        logger.warning(
+            "session %s ends with %d models: nothing came from its client for serve.session_seconds=%g",
+            *(id, len(models), self.config.session_seconds),
+        )
+        for model in models:
+            for number in range(max(1, model.order.over + 1), model.order.last + 1):
+                if f"{model.id}:{number}" not in self.promises:  # what did not come will not, and others wait for it
+                    self.refuse(model, number, Refused(f"session {id} has finished"), spoils=False)
+            number = model.number(None)
+            promise = self.unload(model, number)
+            again = {"call": "unload_model", "seq_id": number, "body": {"model_id": model.id, "seq_id": number}}
+            self.keep_request(model, promise, again)
+        self._finished.add(id)
+        self._forget(id)
+        self.journal.put(SERVICE, {"call": "finish_session", "session": id, "silent": True})
+
+    def _forget(self, id: str) -> None:
+        """Have no samplers of a session whose client was silent."""
+        self._silent.add(id)
+        self.samplers = {name: each for name, each in self.samplers.items() if not name.startswith(f"{id}:")}
 
     def finish(self, id: str) -> list[Model]:
         """End a session: nothing more is begun in it; its models, which are to be unloaded.
@@ -463,8 +506,9 @@ class Service:
             Refused: there is none.
         """
         if (model := self.models.get(id)) is None or not self.visible(model.id):
-            raise Refused(f"there is no model {str(id)[:200]!r}", 404)
+            raise Refused(f"there is no model {str(id)[:200]!r}{self._why(str(id))}", 404)
         model.last_request = time.time()
+        self.sign(model.id)
         return model
 
     def submit(
@@ -745,7 +789,8 @@ class Service:
             Refused: there is none.
         """
         if (sampler := self.samplers.get(id)) is None or not self.visible(sampler.id):
-            raise Refused(f"there is no sampling session {str(id)[:200]!r}", 404)
+            raise Refused(f"there is no sampling session {str(id)[:200]!r}{self._why(str(id))}", 404)
+        self.sign(sampler.id)
         return sampler
 
     def sample(self, sampler: Sampler, number: int | None, request: SampleRequest) -> str:

@@ -30,6 +30,7 @@ from rlinf.actors.reference import Arrivals
 from rlinf.actors.rollout import Rollout
 from rlinf.config.learning import RewardModelConfig
 from rlinf.data.datasets.source import fill
+from rlinf.data.face import face_of
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
 from rlinf.data.tokenizer import load_tokenizer
 from rlinf.models.language.fsdp import dtype_of
@@ -272,7 +273,7 @@ class RewardModel(_Scoring, ModelActor):
         else:
             self._model = await self.compute(load_choices, path, tokenizer, settings.choices, **load)
 
-    @endpoint(device=True)
+    @endpoint(device=True, stays=face_of)
     async def score(self, groups: Iterable[Group] | AsyncIterable[Group]) -> AsyncIterator[Group]:
         """Score answers.
 
@@ -338,7 +339,7 @@ class GenerativeJudge(_Scoring, Rollout):
             dtype=settings.dtype,
         )
 
-    @endpoint(device=True)
+    @endpoint(device=True, stays=face_of)
     async def score(self, groups: Iterable[Group] | AsyncIterable[Group]) -> AsyncIterator[Group]:
         """Score answers; see `RewardModel.score`. Questions on further groups are asked while others are answered."""
         open_groups: dict[int, tuple[Group, dict[int, Verdict], int]] = {}

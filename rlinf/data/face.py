@@ -15,36 +15,17 @@ from typing import Any
 import numpy as np
 
 from rlinf.data.prefix_tree import Texts, overlaps, tree_order
-from rlinf.data.sample import Away, Group, Lead, Prompt, Sample, SampleFace
+from rlinf.data.sample import Away, Group, Lead, Prompt, SampleFace
 from rlinf.runtime.base.tasks import together
 from rlinf.runtime.streams.channel import Handle
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class GroupFace:
-    """Face of a group that is elsewhere: reads like a `Group`."""
+class GroupFace(Group):
+    """Face of a group that is elsewhere: its samples are faces."""
 
-    prompt: Prompt
-    """Its prompt's."""
-    samples: tuple[SampleFace, ...]
-    """Those of its samples."""
     lead: Lead = field(default_factory=Lead)
     """The way to it."""
-
-    @property
-    def id(self) -> int:
-        """Its prompt's."""
-        return self.prompt.id
-
-    @property
-    def scored(self) -> tuple[Sample, ...]:
-        """See `Group.scored`."""
-        return Group(self.prompt, self.samples).scored
-
-    @property
-    def rewards(self) -> list[float]:
-        """See `Group.rewards`."""
-        return Group(self.prompt, self.samples).rewards
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as columns, since it goes wherever its group does not."""
@@ -137,19 +118,27 @@ def _tree(group: Group, scored: list[int]) -> tuple[tuple[int, ...], tuple[int, 
     return tuple(scored[number] for number in order), tuple(overlaps(texts, order).tolist())
 
 
+async def known(handle: Handle) -> Any:
+    """An item as far as it is known here: a group by its face, which has the way to it, where that tells all; any other
+    whole, and what is in this process: whoever wants its tokens gets them from here either way, and so without
+    asking."""
+    face = None if handle.here else handle.face
+    if face is None:
+        return await handle.value()
+    if isinstance(face, GroupFace):  # otherwise its maker keeps none of it
+        face.lead.handle = handle
+    return face
+
+
+def passed_on(group: Any) -> Any:
+    """The entry of a stream that stands for a group: one that is elsewhere goes from there to its consumer."""
+    return group.lead.handle if isinstance(group, GroupFace) else group
+
+
 async def faces(holding: AsyncIterable[Handle]) -> AsyncIterator[Any]:
-    """Groups by their faces, as far as those tell all; the others whole, and those that are in this process: whoever
-    wants their tokens gets them from here either way, and so without asking."""
+    """Items as they are `known` here."""
     async for handle in holding:
-        face = None if handle.here else handle.face
-        if face is None:
-            yield await handle.value()
-        elif isinstance(face, Group):  # its maker keeps none of it
-            yield face
-        else:
-            handle.keep()
-            face.lead.handle = handle
-            yield face
+        yield await known(handle)
 
 
 async def wholes(groups: Sequence[Any]) -> list[Group]:

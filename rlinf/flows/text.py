@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Any
 
 from rlinf.algos.advantages import Filling
+from rlinf.data.face import known
 from rlinf.data.ledger import EQUAL_REWARDS, SURPLUS
 from rlinf.data.sample import Group, Prompt
 from rlinf.data.step import Step
@@ -167,7 +168,7 @@ async def _in_turn(
         answers = answer(prompts) if prompts else Stream.of(())
     try:
         async for handle in handles(answers):
-            group = await handle.value() if handle.face is None else handle.face
+            group = await known(handle)
             waiting[group.prompt.id] = handle, group
             while turn < len(prompt_ids) and prompt_ids[turn] in waiting:
                 yield waiting.pop(prompt_ids[turn])

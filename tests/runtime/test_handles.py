@@ -38,8 +38,6 @@ class Reader(Actor):
         try:
             mine = [handle async for handle in holding]
             away = sum(not handle.here for handle in mine)
-            for handle in mine:
-                handle.keep()
             said = await asyncio.gather(*(other.all_of(mine[n :: len(others)]) for n, other in enumerate(others)))
         finally:
             holding.release()

@@ -354,7 +354,7 @@ class Fresh:
 
 def oldest(results: Sequence[Any]) -> tuple[int | None, int]:
     """The oldest version that made a learned token of groups, None if nobody knows; and how many those tokens are."""
-    versions = [sample.learned(sample.versions) for one in results if isinstance(one, Group) for sample in one.samples]
+    versions = [sample.learned_versions for one in results if isinstance(one, Group) for sample in one.samples]
     joined = np.concatenate([np.empty(0, np.int32), *versions])  # one minimum over all costs a tenth of one for each
     return (int(joined.min()) if len(joined) else None), len(joined)
 

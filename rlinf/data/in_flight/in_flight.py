@@ -24,11 +24,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import aclosing, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rlinf.data.face import GroupFace, known, passed_on, wholes
 from rlinf.data.in_flight.admission import (
     Admission,
     Answers,
@@ -48,6 +49,7 @@ from rlinf.data.in_flight.admission import (
 from rlinf.data.ledger import EQUAL_REWARDS, FAILED, TOO_OLD, Entry, sample_numbers
 from rlinf.runtime.base.tasks import cancel_all
 from rlinf.runtime.observe.stalls import Work
+from rlinf.runtime.streams.handles import handles
 from rlinf.runtime.streams.stream import Stream, each
 
 
@@ -144,8 +146,9 @@ class Producer:
         try:
             results = answers(prompts)
             try:
-                async for one in each(results):
-                    self._arrived(one)
+                async with aclosing(handles(results)) as arriving:
+                    async for handle in arriving:
+                        self._arrived(await known(handle))
             finally:
                 if isinstance(results, Stream):
                     await results.close()
@@ -376,13 +379,24 @@ class InFlight(Producer):
         """
         partials = {} if self._keeper is None or self._pipe is None else await self._keeper.partials()
         async with self._reading:
+            whole: dict[GroupFace, Any] = {}
+            while away := [one for one in self._away() if one not in whole]:  # more may come while these are fetched
+                whole.update(zip(away, await wholes(away), strict=True))
+
+            def brought(result: Any) -> Any:
+                return whole[result] if isinstance(result, GroupFace) else result
+
             entries = [
                 replace(one, partial=self._rest(one.id, partials.get(one.id, one.partial)))
                 if one.result is None
-                else one
+                else replace(one, result=tuple(map(brought, one.result)))
                 for one in self.entries
             ]
             return Kept(self.version, tuple(sorted(entries, key=lambda one: one.id)))
+
+    def _away(self) -> list[GroupFace]:
+        """The groups in flight that are elsewhere."""
+        return [result for one in self.entries for result in one.result or () if isinstance(result, GroupFace)]
 
     def _rest(self, number: int, partial: tuple[Any, ...]) -> tuple[Any, ...]:
         """The part of what was begun of one thing that has not been received yet."""
@@ -428,6 +442,7 @@ class InFlight(Producer):
                 waited, entry = True, await self._wait_for(book, step.index)
             if entry is None:
                 break
+            await self._bring_old(entry)
             results = self._usable(entry, fresh)
             if results is None and self.rules.mode == "resample":
                 await self._resample(book, entry)
@@ -440,12 +455,12 @@ class InFlight(Producer):
             else:
                 self._taken.append(entry)
                 for result in results:
-                    yield result
+                    yield passed_on(result)
             self._stir()
         self._lookahead.step(book.batch, self._most_early(book), spare, waited)
         for _, results in choosing.instead():
             for result in results:
-                yield result
+                yield passed_on(result)
         for entry, results in choosing.even:
             numbers = sample_numbers(results)
             self._told.append(partial(self._drop, entry.id, EQUAL_REWARDS, entry.tokens, numbers))
@@ -515,6 +530,13 @@ class InFlight(Producer):
             with Work(f"batch of step {index}, which waits for {book.waits_for}", change, lambda: self._steps):
                 await change
         return entry
+
+    async def _bring_old(self, entry: Entry) -> None:
+        """Have the groups of an entry here of which some tokens are too old: what is left of them is made here."""
+        if entry.version < self._base + self.version - self.rules.staleness and self.rules.mode != "resample":
+            self._taken.append(entry)
+            entry.result = tuple(await wholes(entry.result))
+            self._taken.remove(entry)
 
     def _usable(self, entry: Entry, fresh: Fresh) -> Sequence[Any] | None:
         """The results of an entry that may be learned from; None if there are none."""

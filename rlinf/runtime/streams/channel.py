@@ -74,12 +74,11 @@ class Handle:
         host: the one that this handle is on.
     """
 
-    __slots__ = ("_face", "_host", "item")
+    __slots__ = ("_host", "item")
 
     def __init__(self, item: Any, host: Any):
         self.item = item
         self._host = host
-        self._face: Any = None
 
     @property
     def here(self) -> bool:
@@ -88,22 +87,16 @@ class Handle:
 
     @property
     def face(self) -> Any:
-        """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing."""
+        """The value if it is here; otherwise what its endpoint lets be seen of it, None of nothing. Made each time:
+        what leads from there to this handle is no circle, so that nothing is kept longer than it is needed."""
         item = self.item
         if type(item) is not Sealed:
             return item
-        if self._face is None and item.blob is not None:
-            self._face = self._host.codec.unseal(item.blob)
-        return self._face
+        return None if item.blob is None else self._host.codec.unseal(item.blob)
 
     async def value(self) -> Any:
         """The item: at hand, or fetched from where it is."""
         return await opened(self.item, self._host)
-
-    def keep(self) -> None:
-        """Let the value stay on this host, for others to fetch, as long as this handle lives."""
-        if self.here:
-            self.item = Sealed(self._host, None, self._host.values.keep(self.item))
 
     def __reduce__(self) -> Any:
         item = self.item

@@ -12,7 +12,7 @@ Flows in: a stream. Flows out: handles. Who wakes whom: see `item_queue.py`; a h
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable
 from typing import Any
 
 from rlinf.runtime.base.calls import current_host
@@ -20,7 +20,7 @@ from rlinf.runtime.streams.channel import Handle
 from rlinf.runtime.streams.stream import Consumer, Stream, each
 
 
-async def handles(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncIterator[Handle]:
+async def handles(items: Iterable[Any] | AsyncIterable[Any]) -> AsyncGenerator[Handle, None]:
     """Handles of the items of a stream, unopened where the stream is made on this host; of a list or generator, of what
     it gives.
 

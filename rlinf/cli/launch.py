@@ -26,7 +26,7 @@ from rlinf.config.importing import look_in_working_directory, shipped
 from rlinf.config.load import InputError, dump
 from rlinf.config.schema import nearest
 from rlinf.config.text import RunConfig
-from rlinf.joining.address import FILES
+from rlinf.joining.address import FILES, TOKEN
 from rlinf.runs.rules import load_any
 
 _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -37,18 +37,26 @@ _SHARED = "/shared"
 """Where pods and SkyPilot's machines have what outlives them."""
 _JOINING = """\
 trap 'told=1; kill -TERM "$joiner"' TERM  # it hands on what it has begun
+await() { "$@" & joiner=$!; [ -z "$told" ] || kill -TERM "$joiner"; wait "$joiner"; }
 while [ -z "$told" ]; do
-    if [ -e "$1/$3" ]; then rlinf join "$1" --role "$2" & else sleep 10 & fi
-    joiner=$!
-    [ -z "$told" ] || kill -TERM "$joiner"
-    wait "$joiner" || [ -n "$told" ] || { sleep 10 & joiner=$!; wait "$joiner"; }
+    if [ -z "$3" ] || [ -e "$1/$3" ]; then
+        await rlinf join "$1" --role "$2"; code=$?
+        [ "$code" -eq 2 ] || SECONDS=0  # bash counts them; 2: nobody was there to join
+        [ "$code" -ne 0 ] || continue
+    fi
+    [ -z "$told" ] && { [ -z "$4" ] || [ "$SECONDS" -lt "$4" ]; } || break
+    await sleep 10
 done
 wait
 """
-"""Shell commands that join the run of a directory again and again, as it begins and begins anew, until they are told to
-end; they are given the directory, the role, and the file that says where that role is joined. The directory is on a
-shared file system, which tells nobody of files that other machines write: so it is looked at every 10 s, a moment
-beside the start of a job."""
+"""Shell commands that join a run again and again, as it begins and begins anew, until they are told to end. They are
+given its directory or address, the role, the file of that directory that says where the role is joined, and after how
+many seconds without a run they end; the last two may be empty. The directory is on a shared file system, which tells
+nobody of files that other machines write: so it is looked at every 10 s, a moment beside the start of a job."""
+_UNUSED = 3600
+"""Seconds without a run after which a machine that is paid by the hour is given back: others take longer to find."""
+_ADDRESS = "RLINF_JOIN_ADDRESS"
+"""Environment variable of SkyPilot's joiners: where the run is joined, which is known once it goes on."""
 _JOINERS = {"rollout": "joiners", "trainer": "replicas"}
 """Ends of the names of jobs that join a run, by role."""
 _LEAVING = 60
@@ -73,8 +81,8 @@ class Job:
     """All of the configuration, as YAML."""
     directory: str
     """Of the run, where it is started as the configuration says."""
-    joined: tuple[str, ...]
-    """Roles that others may join."""
+    joined: Mapping[str, str]
+    """Roles that others may join, with the address that each is joined at, as the configuration has it."""
 
     def joiners(self, role: str) -> str:
         """Name of the job of those that join a role."""
@@ -83,6 +91,11 @@ class Job:
     def joining(self, role: str) -> tuple[str, ...]:
         """Arguments of `_JOINING`, without the directory."""
         return role, FILES[role]
+
+    def address(self, role: str) -> str | None:
+        """Where a role is joined; None: it is known once the run goes on."""
+        address = self.joined[role]
+        return None if address.rpartition(":")[0] in ("auto", "0.0.0.0", "[::]") else address
 
     @property
     def shutdown(self) -> int:
@@ -261,29 +274,57 @@ def skypilot(job: Job, options: argparse.Namespace) -> str:
         options: of the command; `gpu` is the kind of GPU, `volume` one of SkyPilot, for results: a bucket has no links.
 
     Raises:
-        InputError: the kind of GPU is not named.
+        InputError: the kind of GPU, or the volume, is not named.
     """
-    if job.gpus and options.gpu is None:
-        raise InputError(f"--gpu: which kind of GPU, such as H100; --gpus {job.gpus} of each machine are wanted")
+    if options.volume is None:
+        raise InputError("--volume: which volume of SkyPilot's is for results; a bucket has no links")
     start = job.torchrun("$SKYPILOT_NUM_NODES", "$SKYPILOT_NODE_RANK", "$MASTER")
     arguments = [each for each in job.arguments if not each.startswith("output_dir=")]
-    resources = {
-        **({"accelerators": f"{options.gpu}:{job.gpus}"} if job.gpus else {}),
-        "use_spot": options.spot,
-        "job_recovery": {"max_restarts_on_errors": options.restarts},
-    }
     run = (
         'MASTER=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n'
         f"exec {start} \\\n    {shlex.join((*arguments, f'output_dir={_SHARED}/runs', '--resume', 'auto'))}\n"
     )
+    token = {"secrets": {TOKEN: ""}} if job.joined else {}  # the run makes one unless it is given one
+    return _task(job.label, job.nodes, job.gpus, options, run=run, **token)
+
+
+def skypilot_joiners(job: Job, options: argparse.Namespace) -> str:
+    """A task for `sky jobs launch` of one machine that joins the run; each launch of it is one more, which finds
+    another machine by itself, and ends when there has been no run for an hour.
+
+    Args:
+        job: what it joins.
+        options: of the command; `role` says as what, `volume` is that of the run; None: by address and token.
+
+    Raises:
+        InputError: the kind of GPU is not named.
+    """
+    found: dict[str, Any] = {}
+    if options.volume is not None:
+        given = shlex.join((f"{_SHARED}/runs/{job.name}", *job.joining(options.role), str(_UNUSED)))
+    else:
+        found = {"envs": {_ADDRESS: job.address(options.role)}, "secrets": {TOKEN: None}}
+        given = f"\"${_ADDRESS}\" {options.role} '' {_UNUSED}"
+    return _task(job.joiners(options.role), 1, min(job.gpus, 1), options, run=f"set -- {given}\n{_JOINING}", **found)
+
+
+def _task(name: str, nodes: int, gpus: int, options: argparse.Namespace, **content: Any) -> str:
+    """A task of SkyPilot's on so many machines with so many GPUs each."""
+    if gpus and options.gpu is None:
+        raise InputError(f"--gpu: which kind of GPU, such as H100; {gpus} of each machine are wanted (--gpus 0: none)")
+    resources = {
+        **({"accelerators": f"{options.gpu}:{gpus}"} if gpus else {}),
+        "use_spot": options.spot,
+        "job_recovery": {"max_restarts_on_errors": options.restarts},
+    }
     task = {
-        "name": job.label,
-        "num_nodes": job.nodes,
+        "name": name,
+        "num_nodes": nodes,
         "resources": resources,
         "workdir": ".",
-        "volumes": {_SHARED: options.volume},
+        **({"volumes": {_SHARED: options.volume}} if options.volume is not None else {}),
         "setup": "pip install -e .\n",
-        "run": run,
+        **content,
     }
     return _documents(task)
 
@@ -311,7 +352,7 @@ _KINDS: dict[str, tuple[Callable[[Job, argparse.Namespace], str], str, str]] = {
     "skypilot": (skypilot, "a task, for spot machines of any cloud", "sky jobs launch"),
 }
 """For each kind of job file, the function that writes it, what it is, and the command that takes it."""
-_JOINING_KINDS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners}
+_JOINING_KINDS = {"slurm": slurm_joiners, "k8s": kubernetes_joiners, "skypilot": skypilot_joiners}
 """The functions that write the job file of those who join a run."""
 
 
@@ -334,11 +375,11 @@ def launch(arguments: Sequence[str]) -> None:
     if kind not in _KINDS:
         near = nearest(kind, _KINDS)
         raise InputError(f"launch {kind}: " + (f"did you mean {near}?" if near else f"there is {', '.join(_KINDS)}"))
-    write, _, then = _KINDS[kind]
+    write, *_ = _KINDS[kind]
     options = _parser(kind).parse_intermixed_args(arguments[1:])
     look_in_working_directory()
     job = _job(options)
-    if (count := getattr(options, "join", None)) is not None:
+    if (count := options.join) is not None:
         if (role := options.role) not in job.joined:
             raise InputError(
                 f"--join {count} --role {role}: the run lets nobody join; set {role}.join=auto:29600 for both job files"
@@ -349,7 +390,18 @@ def launch(arguments: Sequence[str]) -> None:
         sys.stdout.write(text)
     else:
         output_file(options.output).write_text(text, encoding="utf-8")
-        sys.stdout.write(f"{then} {options.output}\n")
+        sys.stdout.write(f"{_command(kind, job, options)}\n")
+
+
+def _command(kind: str, job: Job, options: argparse.Namespace) -> str:
+    """The command that takes the file that was written: SkyPilot's is given it once for each of those that join."""
+    *_, then = _KINDS[kind]
+    if options.join is None or kind != "skypilot":
+        return f"{then} {options.output}"
+    by_address = options.volume is None
+    given = [f"--env {_ADDRESS}"] if by_address and job.address(options.role) is None else []
+    given += [f"--secret {TOKEN}"] if by_address else []
+    return f"for each in $(seq {options.join}); do {' '.join((then, '-y -d', *given, options.output))}; done"
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:
@@ -363,11 +415,10 @@ def _parser(kind: str) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine (8); 0 for none")
     parser.add_argument("--processes", type=int, metavar="N", help="on each machine; as many as it has GPUs, or 1")
     parser.add_argument("--output", metavar="FILE", help="where to write it; stdout if this is not given")
-    if kind in _JOINING_KINDS:
-        about = "the job of N processes that join the run, one per GPU, instead of the run's own"
-        parser.add_argument("--join", type=int, metavar="N", help=about)
-        about = "as what they join: rollout, engines that generate (the default); trainer, replicas of it"
-        parser.add_argument("--role", choices=tuple(FILES), default="rollout", help=about)
+    about = "the job of N processes that join the run, one per GPU, instead of the run's own"
+    parser.add_argument("--join", type=int, metavar="N", help=about)
+    about = "as what they join: rollout, engines that generate (the default); trainer, replicas of it"
+    parser.add_argument("--role", choices=tuple(FILES), default="rollout", help=about)
     if kind == "slurm":
         about = "a further line of #SBATCH, such as --directive=--time=24:00:00; may be given several times"
         parser.add_argument("--directive", action="append", default=[], metavar="TEXT", help=about)
@@ -379,7 +430,8 @@ def _parser(kind: str) -> argparse.ArgumentParser:
         return parser
     parser.add_argument("--gpu", metavar="KIND", help="such as H100")
     parser.add_argument("--spot", action="store_true", help="machines that may be taken away at any time")
-    parser.add_argument("--volume", required=True, help="volume of SkyPilot's for results; a bucket has no links")
+    about = "volume of SkyPilot's for results; with --join it may be left out, where no volume is shared"
+    parser.add_argument("--volume", help=about)
     return parser
 
 
@@ -393,6 +445,7 @@ def _job(options: argparse.Namespace) -> Job:
     config = load_any(path, options.overrides, options.nodes * processes)
     arguments = ("--config", str(path), *options.overrides)
     grace = config.checkpoint.grace
-    joined = [role for role in FILES if isinstance(config, RunConfig) and getattr(config, role).join is not None]
+    text = config if isinstance(config, RunConfig) else None
+    joined = {role: at for role in FILES if text is not None and (at := getattr(text, role).join) is not None}
     where = str(Path(config.output_dir, config.name))
-    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config), where, (*joined,))
+    return Job(config.name, arguments, options.nodes, options.gpus, processes, grace, dump(config), where, joined)

@@ -157,6 +157,58 @@ def test_a_task_of_skypilots_has_its_gpus_and_a_volume(capsys):
     assert "output_dir=/shared/runs --resume auto" in task["run"]
 
 
+CODES = """#!/bin/bash
+trap 'echo left; exit 0' TERM
+echo "$@"
+read -r code < "$CODES" && sed -i 1d "$CODES"
+[ -z "$code" ] || exit "$code"
+while :; do sleep 0.05; done
+"""
+
+
+def test_skypilots_joiners_are_tasks_of_one_machine_that_join_again_until_nobody_is_there(tmp_path, capsys):
+    own = (*QUICKSTART, "trainer.join=auto:29601", "--join", "3", "--role", "trainer", "--gpu", "H100", "--spot")
+    joiner = yaml.safe_load(written(capsys, "skypilot", *own, "--gpus", "8"))
+    assert (joiner["name"], joiner["num_nodes"]) == ("quickstart-replicas", 1)
+    assert (joiner["resources"]["accelerators"], joiner["resources"]["use_spot"]) == ("H100:1", True)
+    assert (joiner["envs"], joiner["secrets"]) == ({"RLINF_JOIN_ADDRESS": None}, {"RLINF_JOIN_TOKEN": None})
+    for name, text in {"rlinf": CODES, "sleep": "#!/bin/bash\nexec /bin/sleep 0.05\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    codes = tmp_path / "codes"
+    codes.write_text("2\n1\n0\n2\n")  # nobody there yet, the run is lost, it ends, nobody is there: it begins anew
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODES": str(codes), "RLINF_JOIN_ADDRESS": "10.0.0.1:29601"}
+    script = ["bash", "-c", joiner["run"]]
+    job = subprocess.Popen(script, env=environment(**path), stdout=subprocess.PIPE, text=True)
+    try:
+        said = [job.stdout.readline() for _ in range(5)]
+        job.send_signal(signal.SIGTERM)
+        rest, _ = job.communicate(timeout=60)
+    finally:
+        job.kill()
+    assert (said, rest, job.returncode) == (["join 10.0.0.1:29601 --role trainer\n"] * 5, "left\n", 0)
+    codes.write_text("2\n")
+    gives_up = ["bash", "-c", joiner["run"].replace("3600", "0")]
+    assert subprocess.run(gives_up, env=environment(**path), capture_output=True, text=True).returncode == 0
+
+
+def test_skypilots_joiners_are_told_what_the_configuration_does_not_say(tmp_path, capsys):
+    task = str(tmp_path / "task.yaml")
+    own = ("skypilot", *QUICKSTART, "--join", "3", "--gpus", "0", "--output", task)
+    loop = "for each in $(seq 3); do sky jobs launch -y -d "
+    assert written(capsys, *own, JOINED[0]) == (
+        f"{loop}--env RLINF_JOIN_ADDRESS --secret RLINF_JOIN_TOKEN {task}; done\n"
+    )
+    assert written(capsys, *own, "rollout.join=10.0.0.1:2") == f"{loop}--secret RLINF_JOIN_TOKEN {task}; done\n"
+    assert yaml.safe_load((tmp_path / "task.yaml").read_text())["envs"] == {"RLINF_JOIN_ADDRESS": "10.0.0.1:2"}
+    assert written(capsys, *own, JOINED[0], "--volume", "runs") == f"{loop}{task}; done\n"
+    joiner = yaml.safe_load((tmp_path / "task.yaml").read_text())
+    assert joiner["volumes"] == {"/shared": "runs"}
+    assert joiner["run"].startswith("set -- /shared/runs/quickstart rollout join.json 3600\n")
+    run = yaml.safe_load(written(capsys, "skypilot", *QUICKSTART, JOINED[0], "--gpus", "0", "--volume", "runs"))
+    assert run["secrets"] == {"RLINF_JOIN_TOKEN": ""}
+
+
 def test_replicas_of_the_trainer_are_jobs_of_their_own_beside_the_engines(capsys):
     both = (*QUICKSTART, *JOINED, "trainer.join=auto:29601")
     script = written(capsys, "slurm", *both, "--join", "2", "--role", "trainer")
@@ -184,6 +236,7 @@ def test_replicas_of_the_trainer_are_jobs_of_their_own_beside_the_engines(capsys
         (["slurm", *QUICKSTART, "--nodes", "0"], "--nodes 0"),
         (["slurm", *QUICKSTART, "--nodes", "2", "--gpus", "4", "placement.trainer=0-8"], "placement.trainer"),
         (["skypilot", *QUICKSTART, "--volume", "runs"], "--gpu"),
+        (["skypilot", *QUICKSTART, "--gpu", "H100"], "--volume"),
         (["slurm", *QUICKSTART, "--join", "2"], "rollout.join"),
         (["slurm", *QUICKSTART, *JOINED, "--join", "2", "--role", "trainer"], "trainer.join"),
         (["slurm", *QUICKSTART, "--output", "/no/such/place"], "/no/such"),

@@ -299,13 +299,13 @@ def skypilot_joiners(job: Job, options: argparse.Namespace) -> str:
     Raises:
         InputError: the kind of GPU is not named.
     """
-    found: dict[str, Any] = {}
+    place: dict[str, Any] = {}
     if options.volume is not None:
-        given = shlex.join((f"{_SHARED}/runs/{job.name}", *job.joining(options.role), str(_UNUSED)))
+        words = shlex.join((f"{_SHARED}/runs/{job.name}", *job.joining(options.role), str(_UNUSED)))
     else:
-        found = {"envs": {_ADDRESS: job.address(options.role)}, "secrets": {TOKEN: None}}
-        given = f"\"${_ADDRESS}\" {options.role} '' {_UNUSED}"
-    return _task(job.joiners(options.role), 1, min(job.gpus, 1), options, run=f"set -- {given}\n{_JOINING}", **found)
+        place = {"envs": {_ADDRESS: job.address(options.role)}, "secrets": {TOKEN: None}}
+        words = f"\"${_ADDRESS}\" {options.role} '' {_UNUSED}"
+    return _task(job.joiners(options.role), 1, min(job.gpus, 1), options, run=f"set -- {words}\n{_JOINING}", **place)
 
 
 def _task(name: str, nodes: int, gpus: int, options: argparse.Namespace, **content: Any) -> str:
@@ -399,9 +399,9 @@ def _command(kind: str, job: Job, options: argparse.Namespace) -> str:
     if options.join is None or kind != "skypilot":
         return f"{then} {options.output}"
     by_address = options.volume is None
-    given = [f"--env {_ADDRESS}"] if by_address and job.address(options.role) is None else []
-    given += [f"--secret {TOKEN}"] if by_address else []
-    return f"for each in $(seq {options.join}); do {' '.join((then, '-y -d', *given, options.output))}; done"
+    extra = [f"--env {_ADDRESS}"] if by_address and job.address(options.role) is None else []
+    extra += [f"--secret {TOKEN}"] if by_address else []
+    return f"for each in $(seq {options.join}); do {' '.join((then, '-y -d', *extra, options.output))}; done"
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:

@@ -25,11 +25,12 @@ from rlinf.config.load import InputError
 from rlinf.placement.grammar import PlacementError
 from rlinf.placement.hardware import KNOWN, Devices
 from rlinf.placement.plan import GB, save
-from rlinf.placement.planner import leaves
+from rlinf.placement.planner import Candidate, leaves
 from rlinf.placement.profile import BESIDE, Profile, load
+from rlinf.runtime.base.progress import work
 
 if TYPE_CHECKING:
-    from rlinf.placement.asynchronous import Recommendation
+    from rlinf.placement.asynchronous import Recommendation, WithJoiners
     from rlinf.placement.auto import Choice, Row
     from rlinf.placement.simulate import Flow
     from rlinf.runtime.actor.actor import Actor
@@ -88,6 +89,14 @@ def _parser() -> argparse.ArgumentParser:
         "--extrapolate", action="store_true", help="use numbers of devices and items that were not measured: a guess"
     )
     parser.add_argument(
+        "--joiners",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="tell what N engines that join the run (rollout.join) would bring, for each N",
+    )
+    parser.add_argument(
         "--rehearse",
         type=int,
         metavar="K",
@@ -110,13 +119,17 @@ def _run(options: argparse.Namespace) -> None:
             raise InputError(f"--{name.replace('_', '-')} {value:g}: it must be more than 0")
     if options.staleness is not None and options.staleness < 0:
         raise InputError(f"--staleness {options.staleness}: it must be at least 0, which is synchronous")
+    if (fewest := min(options.joiners, default=0)) < 0:
+        raise InputError(f"--joiners {fewest}: it must be at least 0")
     by_kind = {kind: own.memory for kind in devices if (own := KNOWN.get(kind)) is not None and own.memory is not None}
     memory = by_kind or None if options.memory_gb is None else dict.fromkeys(devices, int(options.memory_gb * GB))
     flow = _flow(options.flow, profile) if finalists > 0 else None
+    there = Devices(devices, memory, KNOWN, options.per_node)
+    rows: Sequence[WithJoiners] = ()
     try:
         choice = choose(
             profile,
-            Devices(devices, memory, KNOWN, options.per_node),
+            there,
             flow,
             options.items,
             extrapolate=options.extrapolate,
@@ -124,10 +137,21 @@ def _run(options: argparse.Namespace) -> None:
             actors=_actors(options.actor),
             staleness=options.staleness,
         )
+        if options.joiners:
+            from rlinf.placement.asynchronous import plan_joined
+
+            with work("searching for plans with engines that join"):
+                rows = plan_joined(
+                    *(profile, there, options.joiners, options.items),
+                    extrapolate=options.extrapolate,
+                    staleness=choice.staleness,
+                )
     except PlacementError as error:
         text = "; ".join(str(complaint) for complaint in error.complaints)
         raise InputError(text.replace("allow extrapolation,", "add --extrapolate,")) from None
     _show(choice, profile, devices, options)
+    if rows:
+        _show_joined(rows, options.items or profile.items)
     if output is not None:
         save(choice.plan, output)
         _tell(f"plan: {output}")
@@ -235,12 +259,32 @@ def _show(choice: Choice, profile: Profile, devices: Mapping[str, int], options:
     )
 
 
-def _recommended(advice: Recommendation) -> str:
+def _show_joined(rows: Sequence[WithJoiners], items: int) -> None:
+    """A table of numbers of engines that join, and up to which more of them pay."""
+    from rlinf.placement.asynchronous import advice
+
+    names = ("joiners", "devices per role", "step s", "items/s", "bound s", "set by", "without them s")
+    table = Table(title="the best plans with engines that join, CALCULATED")
+    for name in names:
+        table.add_column(name, justify="left" if name in ("devices per role", "set by") else "right")
+    for row in rows:
+        seconds = row.candidate.seconds
+        numbers = (f"{seconds:,.3f}", f"{items / seconds:,.3g}", f"{row.bound.seconds:,.3f}", row.bound.binding)
+        table.add_row(str(row.count), _sizes(row.candidate), *numbers, f"{row.alone:,.3f}")
+    Console(width=max(120, Console().width)).print(table)
+    _tell(advice(rows))
+
+
+def _sizes(candidate: Candidate) -> str:
+    return ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(candidate.tree))
+
+
+def _recommended(best: Recommendation) -> str:
     """Describe the gain of each staleness, and the best split at the one to take."""
-    row = next(row for row in advice.rows if row.staleness == advice.staleness)
-    sizes = ", ".join(f"{leaf.stage.name} {leaf.option.devices or 'beside'}" for leaf in leaves(row.candidate.tree))
+    row = next(row for row in best.rows if row.staleness == best.staleness)
     share = row.bound.efficiency(row.candidate.seconds)
-    return f"{advice.text} ({sizes}: {row.candidate.seconds:,.3f} s a step, calculated, {share:.0%} of its bound)"
+    seconds = f"{row.candidate.seconds:,.3f} s a step, calculated, {share:.0%} of its bound"
+    return f"{best.text} ({_sizes(row.candidate)}: {seconds})"
 
 
 def _tell(line: str) -> None:

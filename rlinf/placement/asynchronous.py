@@ -34,6 +34,11 @@ knows what more would bring. So a step takes the least T such that what left the
 source after any time t can still be learned: the integral from t to T of the devices there are must be at least the
 device-seconds of learning that are left.
 It is a calculation without loading, parking and links, so an upper limit of the gain, and never below the bound.
+
+The gain from engines that join a run. Work is shared out by whoever has rows free, so d devices that generate and n
+engines that joined take as long as d + n devices, and learning gets nothing from them: what must follow an answer is
+what more engines run up against. They are taken to be as fast as the devices that generation was measured on, and to
+have new weights at once: one on a slow network brings less.
 """
 
 from __future__ import annotations
@@ -46,10 +51,14 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import combinations, pairwise
 
-from rlinf.placement.bound import Bound, bound
+from rlinf.placement.bound import Bound, bound, quickest
+from rlinf.placement.grammar import PlacementError
+from rlinf.placement.hardware import Devices
 from rlinf.placement.plan import Mode
 from rlinf.placement.planner import Candidate, Leaf, Pair, Tree, ideals, layout, leaves, plan, replay, to_plan, width
+from rlinf.placement.profile import Profile
 from rlinf.placement.workload import Option, Stage, Workload
+from rlinf.placement.workload import workload as workload_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,12 +389,32 @@ class Recommendation:
     @property
     def text(self) -> str:
         """Such as "staleness 1 gains 31 %, 2 gains 2 % more, 4 gains nothing more: take 1"."""
-        parts = []
-        for before, row in zip(self.rows, self.rows[1:], strict=False):
-            gain = before.candidate.seconds / row.candidate.seconds - 1
-            words = f"{gain:.0%}".replace("%", " %") if gain >= 0.005 else "nothing"
-            parts.append(f"{row.staleness} gains {words}" + (" more" if before.staleness else ""))
-        return f"staleness {', '.join(parts)}: {f'take {self.staleness}' if self.staleness else 'stay synchronous'}"
+        gained = gains({row.staleness: row.candidate.seconds for row in self.rows}, "gains")
+        return f"staleness {gained}: {f'take {self.staleness}' if self.staleness else 'stay synchronous'}"
+
+
+def gains(seconds: Mapping[int, float], verb: str) -> str:
+    """How much quicker steps are with more of something, such as "1 gains 31 %, 2 gains 2 % more".
+
+    Args:
+        seconds: of a step by how much there is of it, ascending from 0.
+        verb: that says so.
+    """
+    parts = []
+    for (before, longer), (more, shorter) in pairwise(seconds.items()):
+        gain = longer / shorter - 1
+        words = f"{gain:.0%}".replace("%", " %") if gain >= 0.005 else "nothing"
+        parts.append(f"{more} {verb} {words}" + (" more" if before else ""))
+    return ", ".join(parts)
+
+
+def that_pays(seconds: Mapping[int, float]) -> int:
+    """The amount up to which more of something quickens a step by `PAYS` each time; `seconds` as in `gains`."""
+    best, *more = seconds
+    for one in more:
+        if seconds[best] / seconds[one] - 1 >= PAYS:
+            best = one
+    return best
 
 
 def recommend(workload: Workload, tried: Sequence[int] = TRIED) -> Recommendation | None:
@@ -403,11 +432,7 @@ def recommend(workload: Workload, tried: Sequence[int] = TRIED) -> Recommendatio
     rows = list(_rows(workload, tried))
     if not rows or rows[0].staleness:
         return None
-    best = rows[0]
-    for row in rows[1:]:
-        if best.candidate.seconds / row.candidate.seconds - 1 >= PAYS:
-            best = row
-    return Recommendation(tuple(rows), best.staleness)
+    return Recommendation(tuple(rows), that_pays({row.staleness: row.candidate.seconds for row in rows}))
 
 
 def _rows(workload: Workload, tried: Iterable[int]) -> Iterable[AtStaleness]:
@@ -502,3 +527,133 @@ def _least(times: list[float], count: list[float], leaving: list[float], work: f
         return times[at] + max(0.0, amount - done[at]) / count[at]
 
     return max(when(until(time) + work * (len(leaving) - k) / len(leaving)) for k, time in enumerate(leaving))
+
+
+ROLE = "rollout"
+"""The stage that engines join."""
+_JOINED = "joined"
+"""Kind of device that those who joined are to the bound: what else a plan has cannot run on them."""
+
+
+@dataclass(frozen=True, slots=True)
+class WithJoiners:
+    """The best plan with so many engines that joined."""
+
+    count: int
+    """How many."""
+    candidate: Candidate
+    """The plan, with its seconds in the long run."""
+    bound: Bound
+    """Lower bound that no plan with so many could beat."""
+    alone: float
+    """Seconds of a step by the same plan while none of them is there."""
+
+
+def plan_joined(
+    profile: Profile,
+    devices: Devices,
+    counts: Iterable[int],
+    items: int | None = None,
+    *,
+    extrapolate: bool = False,
+    staleness: int = 0,
+) -> tuple[WithJoiners, ...]:
+    """Plan with several numbers of engines that joined, and without any.
+
+    Args:
+        profile: of the flow.
+        devices: of the run, of one kind.
+        counts: how many engines, in any order.
+        items: of one step; None: as many as were profiled.
+        extrapolate: use sizes outside of what was measured.
+        staleness: steps that work is begun early.
+
+    Raises:
+        PlacementError: it cannot be planned; generation was not measured on so many devices, or nobody can join it.
+    """
+    if ROLE not in profile.stages:
+        raise PlacementError(
+            [f"no engine can join: the profile has no stage {ROLE!r}, but {', '.join(profile.stages)}"]
+        )
+    if len(devices.counts) > 1:
+        raise PlacementError(["engines that join are planned for devices of one kind: name one number of devices"])
+    base = workload_of(profile, devices, items=items, extrapolate=extrapolate)
+    rows = []
+    for count in sorted({0, *counts}):
+        more = {kind: own + count for kind, own in devices.counts.items()}
+        wide = workload_of(profile, replace(devices, counts=more, multiple=1), items=items, extrapolate=extrapolate)
+        eased = _with_help(base, wide.stage(ROLE), count, items or profile.items)
+        best = _best(eased, staleness)
+        alone = steady(_with(best.tree, base.stage(ROLE)), base, best.chunks, staleness).seconds
+        rows.append(WithJoiners(count, best, _bound(eased, wide.stage(ROLE), count, staleness), alone))
+    return tuple(rows)
+
+
+def advice(rows: Sequence[WithJoiners]) -> str:
+    """Such as "engines that join: 2 gain 31 %, 4 gain nothing more: take 2"."""
+    seconds = {row.count: row.candidate.seconds for row in rows}
+    pays = that_pays(seconds)
+    return f"engines that join: {gains(seconds, 'gain')}: {f'take {pays}' if pays else 'none pays'}"
+
+
+def _with_help(base: Workload, wide: Stage, count: int, items: int) -> Workload:
+    """The workload whose generation takes as long on its own devices as on so many more: up to one for each item."""
+    together = {option.devices: option for option in wide.options}
+    most = max(together, default=0)
+
+    def eased(option: Option) -> Option | None:
+        size = option.devices + count
+        if (both := together.get(min(size, most) if most >= items else size)) is None:
+            return None
+        return replace(option, seconds=both.seconds, chunk_seconds=both.chunk_seconds, longest=both.longest)
+
+    own = base.stage(ROLE)
+    options = tuple(one for option in own.options if option.devices and (one := eased(option)) is not None)
+    if not options:
+        raise PlacementError(
+            [
+                f"stage {ROLE!r} is known on up to {most} devices, {count} engines that join and one device are asked "
+                "for: profile it there, or allow extrapolation, whose error bars are wide"
+            ]
+        )
+    stages = (replace(own, options=options) if stage.name == ROLE else stage for stage in base.stages)
+    return replace(base, stages=tuple(stages))
+
+
+def _best(eased: Workload, staleness: int) -> Candidate:
+    candidates = plan_ahead(eased, staleness).values() if staleness else [plan(eased)]
+    there = [one for one in candidates if one is not None]
+    if not there:
+        raise PlacementError(["no plan fits: use more devices, or a smaller batch or model"])
+    return min(there, key=lambda one: one.seconds)
+
+
+def _with(tree: Tree, own: Stage) -> Tree:
+    """The same plan with generation on its own devices alone."""
+    if not isinstance(tree, Leaf):
+        return replace(tree, first=_with(tree.first, own), second=_with(tree.second, own))
+    if tree.stage.name != ROLE:
+        return tree
+    return replace(tree, stage=own, option=next(one for one in own.options if one.devices == tree.option.devices))
+
+
+def _bound(eased: Workload, wide: Stage, count: int, staleness: int) -> Bound:
+    """The bound of a workload that is helped, whose device-seconds those who joined do a part of.
+
+    To them, as to the run's own devices, generation costs what it costs at its most efficient size: the sum over kinds
+    of devices in `bound` lets a stage be divided between kinds in the way that is best.
+    """
+    limit = bound(eased, staleness=staleness)
+    (own,) = eased.devices
+    everything = [
+        Option(1, size * quickest(eased, wide, one), kind, longest=size * one.longest, least=one.least)
+        for one in wide.options
+        if (size := one.devices)
+        for kind in (own, _JOINED)
+    ]
+    stages = (replace(stage, options=tuple(everything)) if stage.name == ROLE else stage for stage in eased.stages)
+    work = bound(
+        replace(eased, stages=tuple(stages), devices={**eased.devices, _JOINED: count}, sync=()), staleness=staleness
+    )
+    switches = limit.memory - limit.area
+    return replace(limit, area=work.area, memory=work.area + switches, device=work.device)

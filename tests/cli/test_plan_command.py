@@ -88,6 +88,19 @@ def test_it_plans_for_answers_that_are_begun_early(plan):
     assert "add --flow rlinf.flows.grpo_async" in plan(*early)[1]
 
 
+def test_it_says_what_engines_that_join_bring_and_up_to_which_number(plan):
+    code, out, _ = plan("--devices", "4", "--rehearse", "0", "--joiners", "4", "2")
+    rows = re.findall(
+        r"│ +(\d) │ rollout (\d), judge beside, trainer \d │ +([\d.]+) │ +([\d.]+) │ +([\d.]+) │ \w+", out
+    )
+    assert (code, [row[0] for row in rows]) == (0, ["0", "2", "4"])
+    seconds, speeds, bounds = ([float(row[place]) for row in rows] for place in (2, 3, 4))
+    assert seconds == sorted(seconds, reverse=True)
+    assert speeds == [pytest.approx(16 / each, rel=0.01) for each in seconds]
+    assert all(least <= each for least, each in zip(bounds, seconds, strict=True))
+    assert re.search(r"engines that join: 2 gain \d+ %, 4 gain \d+ % more: take 4", out)
+
+
 def test_what_another_staleness_brings_is_not_known_of_a_run_that_began_early(plan):
     stale = replace(profile(), staleness=1)
     code, out, _ = plan("--devices", "8", "--rehearse", "0", of=stale)
@@ -124,6 +137,8 @@ def test_it_says_that_devices_stay_idle_beyond_what_was_measured(plan):
         (("--devices", "8", "--flow", "rlinf.flows.grpoo"), "grpoo"),
         (("--devices", "8", "-o", "/nowhere/plan.yaml"), "/nowhere"),
         (("--devices", "8", "--actor", "judge=json.loads"), "judge=json"),
+        (("--devices", "8", "--joiners", "-1"), "--joiners -1"),
+        (("--devices", "8", "--rehearse", "0", "--joiners", "8"), "'rollout' is known on up to 8"),
     ],
 )
 def test_what_cannot_be_planned_gets_one_message_and_exit_code_2(plan, arguments, message):

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.async_decode import Decoding, Law, period, steps
-from rlinf.placement.asynchronous import plan_ahead, recommend, steady
+from rlinf.placement.asynchronous import advice, plan_ahead, plan_joined, recommend, steady
 from rlinf.placement.bound import bound
+from rlinf.placement.hardware import Devices
 from rlinf.placement.planner import Leaf, Pair, leaves, plan
-from rlinf.placement.profile import Release, StageProfile, Timing
+from rlinf.placement.profile import Profile, Release, StageProfile, Timing
 from rlinf.placement.workload import Edge, Option, Stage, Sync, Workload
 
 CHUNKS = 4
@@ -240,3 +241,25 @@ def test_where_nothing_is_gained_a_run_stays_synchronous():
     assert found.text.count("nothing") == 3
     assert found.rows[-1].candidate.seconds == plan(Workload(stages, (), {"gpu": 1}, chunks=(1,))).seconds
     assert recommend(Workload(stages[:1], (), {"gpu": 1})) is None
+
+
+def test_engines_that_join_bring_what_a_simulation_of_every_answer_says():
+    work = profiled((8, 16, 24, 32, 40, 48, 56), 40)
+    rollout, trainer = (
+        StageProfile(tuple(Timing(96, one.devices, one.seconds) for one in stage.options), stage.release)
+        for stage in work.stages
+    )
+    edges = (("rollout", "trainer", False),)
+    profile = Profile("m", "here", {"rollout": rollout, "trainer": trainer}, items=96, edges=edges)
+    rows = plan_joined(profile, Devices({"gpu": 40}, multiple=8), (32, 16, 8), staleness=1)
+    assert [row.count for row in rows] == [0, 8, 16, 32]
+    took = []
+    for row in rows:
+        sizes = {leaf.stage.name: leaf.option.devices for leaf in leaves(row.candidate.tree)}
+        took.append(period(steps(LAW, lengths, sizes["rollout"] + row.count, sizes["trainer"], 1, 18), 5))
+        assert row.candidate.seconds == pytest.approx(took[-1], rel=0.1)
+        assert row.bound.seconds <= took[-1]
+        assert row.alone >= row.candidate.seconds
+    assert took == sorted(took, reverse=True)
+    assert rows[0].alone == rows[0].candidate.seconds
+    assert advice(rows).startswith("engines that join: 8 gain ")

@@ -1,8 +1,12 @@
-"""Rewards in child processes: what hangs, crashes or raises costs its own sample and nothing else."""
+"""Rewards in child processes: what hangs, crashes or raises costs its own sample and nothing else.
+
+A deadline passes when a reward says that time passes (`pass_time`), however slow the machine is.
+"""
 
 import asyncio
 import contextlib
 import functools
+import os
 import re
 from dataclasses import replace
 from textwrap import dedent
@@ -10,16 +14,41 @@ from textwrap import dedent
 import pytest
 
 from rlinf.rewards.pool import RewardPool
-from rlinf.runtime.processes.supervisor import ChildDied
+from rlinf.runtime.processes.supervisor import ChildDied, Worker
 
+TIMEOUT = 30.0
+"""Seconds that no machine needs for one of these rewards."""
+LONGER = 35
+"""Seconds that are longer than that with what the pool itself adds, and shorter than what a start may take."""
+TIME = f"""
+    import os, socket, time
+
+    LONGER = {LONGER}
+    monotonic, passed = time.monotonic, 0.0
+    time.monotonic = lambda: monotonic() + passed
+
+    def pass_time(seconds):
+        # in this process, and where its deadline is; then this goes on
+        global passed
+        passed += seconds
+        with socket.create_connection(("127.0.0.1", int(os.environ["TIME_PASSES"]))) as there:
+            there.sendall(f"{{os.getpid()}} {{seconds}}\\n".encode())
+            there.recv(1)
+"""
 REWARDS = """
     import asyncio, ctypes, os, sys, time
+    import own_time
+    from own_time import LONGER, pass_time
     from rlinf.rewards.base import Score
+
+    def hang():
+        pass_time(LONGER)
+        time.sleep(1000)
 
     def by_word(response):
         word, _, rest = response.partition(" ")
         if word == "hang":
-            time.sleep(1000)
+            hang()
         if word == "exit":
             os._exit(3)
         if word == "segfault":
@@ -33,6 +62,9 @@ REWARDS = """
         if word == "text":
             return "good"
         if word == "slow":
+            pass_time(LONGER / 3)
+            return 1.0
+        if word == "sleep":
             time.sleep(0.3)
             return 1.0
         if word == "score":
@@ -72,16 +104,22 @@ REWARDS = """
         import no_such_module  # noqa: F401
 
     def cold(response):
-        import slow_module  # 1.2 s, in every process anew
+        import slow_module  # longer than the deadline, in every process anew
         if response == "hang":
-            time.sleep(1000)
+            hang()
         return slow_module.VALUE
 
     async def cold_together(response):
         import slow_module
         if response == "hang":
-            await asyncio.sleep(1000)
+            await hang_together()
         return slow_module.VALUE
+
+    async def hang_together():
+        while len(asyncio.all_tasks()) > 2:  # this and the one that gathers: the others have their verdicts
+            await asyncio.sleep(0)
+        own_time.passed += LONGER  # here alone: this process is to notice, before it is killed
+        await asyncio.sleep(1000)
 
     def endless(response):
         import endless_module  # noqa: F401
@@ -91,9 +129,9 @@ REWARDS = """
         global together
         together += 1
         if response == "hang":
-            await asyncio.sleep(1000)
+            await hang_together()
         if response == "block":
-            time.sleep(1000)
+            hang()
         if response == "raise":
             raise KeyError(response)
         await asyncio.sleep(0.05)
@@ -105,14 +143,55 @@ REWARDS = """
 def rewards(tmp_path, monkeypatch):
     """A user's own file, in a directory on the path."""
     (tmp_path / "own_rewards.py").write_text(dedent(REWARDS))
-    (tmp_path / "slow_module.py").write_text("import time, slow_part\ntime.sleep(0.6)\nVALUE = slow_part.VALUE\n")
-    (tmp_path / "slow_part.py").write_text("import time\ntime.sleep(0.6)\nVALUE = 7.0\n")
+    (tmp_path / "own_time.py").write_text(dedent(TIME))
+    slow = "own_time.pass_time(own_time.LONGER / 2)\n"
+    (tmp_path / "slow_module.py").write_text(f"import own_time, slow_part\n{slow}VALUE = slow_part.VALUE\n")
+    (tmp_path / "slow_part.py").write_text(f"import own_time\n{slow}VALUE = 7.0\n")
     (tmp_path / "endless_module.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
 
 
+class Passing:
+    """Hears from children that time passes, and moves the deadline of the call that they answer."""
+
+    def __init__(self):
+        self._limits = {}
+
+    def watch(self, worker: Worker) -> None:
+        loop, answer = asyncio.get_running_loop(), worker._answer
+        self._limits[worker] = loop.create_future()
+
+        async def watched(channel, limit):
+            self._limits[worker].set_result(limit)
+            try:
+                return await answer(channel, limit)
+            finally:
+                self._limits[worker] = loop.create_future()
+
+        worker._answer = watched
+
+    async def hear(self, reader, writer) -> None:
+        pid, seconds = (await reader.readline()).split()
+        (worker,) = (each for each in self._limits if each.pid == int(pid))
+        limit = await self._limits[worker]
+        limit.reschedule(limit.when() - float(seconds))
+        writer.write(b"!")
+        writer.close()
+
+
 @contextlib.asynccontextmanager
-async def pool(function="by_word", args=None, *, workers=1, timeout=5.0):
+async def pool(function="by_word", args=None, *, workers=1, timeout=TIMEOUT):
+    passing = Passing()
+    async with await asyncio.start_server(passing.hear, "127.0.0.1", 0) as server:
+        os.environ["TIME_PASSES"] = str(server.sockets[0].getsockname()[1])
+        async with _pool(function, args, workers, timeout) as children:
+            for worker in children.workers:
+                passing.watch(worker)
+            yield children
+
+
+@contextlib.asynccontextmanager
+async def _pool(function, args, workers, timeout):
     made = RewardPool(
         f"own_rewards.{function}",
         args,
@@ -161,17 +240,17 @@ async def test_what_raises_or_returns_no_number_is_an_error_of_its_sample(reward
 
 
 async def test_a_hang_is_killed_and_only_it_times_out(rewards):
-    async with pool(timeout=1.5) as children:
+    async with pool() as children:
         found = await children.score(asked("1", "2", "hang", "3"))
         again = await children.score(asked("4"))
     assert outcomes(found) == ["ok", "ok", "timeout", "ok"]
-    assert "than 1.5 s" in found[2].remark
+    assert f"than {TIMEOUT:g} s" in found[2].remark
     assert values(again) == [4]
 
 
 @pytest.mark.parametrize("function", ["cold", "cold_together"])
 async def test_a_first_import_counts_against_no_deadline_and_a_hang_after_it_does(rewards, function):
-    async with pool(function, timeout=1.0) as children:
+    async with pool(function) as children:
         first = await children.score(asked("1", "2", "3"))
         second = await children.score(asked("hang", "4"))
         third = await children.score(asked("5"))  # of a plain function in a new process, which is cold again
@@ -198,9 +277,9 @@ async def test_a_crash_is_tried_again_and_only_it_is_an_error(rewards, word, how
 
 
 async def test_many_slow_samples_are_no_hang(rewards):
-    async with pool(timeout=1.5) as children:
+    async with pool() as children:
         before = (await children.score(asked("pid")))[0].value
-        found = await children.score(asked(*["slow"] * 6, "1"))  # 1.8 s in all: more than the deadline of one
+        found = await children.score(asked(*["slow"] * 6, "1"))  # in all twice the deadline of one
         assert (await children.score(asked("pid")))[0].value == before
     assert outcomes(found) == ["ok"] * 7
 
@@ -220,7 +299,7 @@ async def test_whatever_the_mixture_each_sample_gets_its_own_verdict(rewards):
     often, seldom = ["1", "raise x", "nan", "score"], ["hang", "exit"]
     groups = [[(seldom if (i + 5 * k) % 23 == 7 else often)[(i * 7 + k) % 2] for i in range(8)] for k in range(8)]
     assert sum(word in seldom for group in groups for word in group) >= 2
-    async with pool(workers=2, timeout=1.5) as children:
+    async with pool(workers=2) as children:
         found = await asyncio.gather(*(children.score(asked(*group)) for group in groups))
     assert [outcomes(each) for each in found] == [[kinds[word] for word in group] for group in groups]
 
@@ -245,7 +324,7 @@ async def test_a_missing_module_is_hopeless(rewards):
 
 
 async def test_async_functions_run_together_with_a_deadline_each(rewards):
-    async with pool("waiting", timeout=1.5) as children:
+    async with pool("waiting") as children:
         found = await children.score(asked("1", "2", "hang", "raise", "3"))
         assert children.workers[0].restarts == 0
     assert outcomes(found) == ["ok", "ok", "timeout", "error", "ok"]
@@ -254,14 +333,14 @@ async def test_async_functions_run_together_with_a_deadline_each(rewards):
 
 async def test_an_async_function_that_blocks_is_killed(rewards, monkeypatch):
     monkeypatch.setattr("rlinf.rewards.pool._GRACE", 0.1)
-    async with pool("waiting", timeout=1.5) as children:
+    async with pool("waiting") as children:
         found = await children.score(asked("1", "block"))
     assert outcomes(found) == ["ok", "timeout"]
 
 
 async def test_a_cancelled_call_takes_its_waiting_samples_away(rewards):
     async with pool() as children:
-        task = asyncio.create_task(children.score(asked(*["slow"] * 1000)))
+        task = asyncio.create_task(children.score(asked(*["sleep"] * 1000)))
         await asyncio.sleep(0.05)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -43,10 +43,11 @@ $(VENV)/bin/python:
 # torch first and by itself: asked for through a range, pip may choose another build of it.
 # Without build isolation: setuptools came with torch, so nothing unpinned is downloaded to build.
 # Bytecode of 28,000 files is made at the end on all cores; pip would make it on one. (Some are no Python for this one.)
+# With our own: where Python is told to write none, every process of a test would compile what it imports.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt "$(TORCH)" setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib rlinf tests benchmarks || true
 	touch $@
 
 # Debian 12's own Mesa lacks a feature that SAPIEN asks for; its backports have it.

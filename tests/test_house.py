@@ -12,34 +12,39 @@ PACKAGE = ROOT / "rlinf"
 MOST_LINES_ABOUT_A_FOLDER = 6
 MOST_MODULES = 16
 FOLDERS = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
-HOUSE = look()
 
 
 def name(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+@pytest.fixture(scope="module")
+def house():
+    """The package as it is, read when a test asks: all workers collect this file, and one runs it."""
+    return look()
+
+
 @pytest.mark.parametrize(
     ("count", "ceiling"),
     [
-        pytest.param(HOUSE.code.total(), 91_394, id="lines of code"),
-        pytest.param(len(HOUSE.code), 479, id="files"),
-        pytest.param(HOUSE.import_share, 0.08, id="share of lines that import"),
-        pytest.param(len(HOUSE.small_modules), 24, id="small modules with one importer"),
-        pytest.param(len(HOUSE.lone_bases), 3, id="base classes with one subclass, in another file"),
-        pytest.param(len(HOUSE.signatures), 5, id="signatures above eight parameters"),
-        pytest.param(len(HOUSE.long_functions), 0, id="functions above sixty lines"),
-        pytest.param(len(HOUSE.riddles), 7, id="docstrings that say nothing at their beginning"),
-        pytest.param(len(HOUSE.participles), 30, id="names that are bare participles"),
-        pytest.param(HOUSE.unformatted, 8, id="places kept from the formatter"),
+        pytest.param(lambda house: house.code.total(), 91_394, id="lines of code"),
+        pytest.param(lambda house: len(house.code), 479, id="files"),
+        pytest.param(lambda house: house.import_share, 0.08, id="share of lines that import"),
+        pytest.param(lambda house: len(house.small_modules), 24, id="small modules with one importer"),
+        pytest.param(lambda house: len(house.lone_bases), 3, id="base classes with one subclass, in another file"),
+        pytest.param(lambda house: len(house.signatures), 5, id="signatures above eight parameters"),
+        pytest.param(lambda house: len(house.long_functions), 0, id="functions above sixty lines"),
+        pytest.param(lambda house: len(house.riddles), 7, id="docstrings that say nothing at their beginning"),
+        pytest.param(lambda house: len(house.participles), 30, id="names that are bare participles"),
+        pytest.param(lambda house: house.unformatted, 8, id="places kept from the formatter"),
     ],
 )
-def test_what_makes_the_package_hard_to_read_only_falls(count, ceiling):
-    assert count <= ceiling
+def test_what_makes_the_package_hard_to_read_only_falls(house, count, ceiling):
+    assert count(house) <= ceiling
 
 
-def test_a_long_file_says_why_it_is_one_idea():
-    assert {path: lines for path, lines in HOUSE.code.items() if lines > 700} == {}
+def test_a_long_file_says_why_it_is_one_idea(house):
+    assert {path: lines for path, lines in house.code.items() if lines > 700} == {}
 
 
 def test_no_folder_holds_more_modules_than_a_person_remembers():

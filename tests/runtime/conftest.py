@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import os
 import subprocess
@@ -36,11 +35,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _world(item) in PROCESSES:
             item.add_marker(pytest.mark.torchrun)
-
-
-def pytest_collection_finish() -> None:
-    gc.collect()
-    gc.freeze()  # tests collect garbage to see that nothing is left; what was imported need not be looked at each time
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,9 @@ WITH_CODE = [  # the code of README.zh.md is that of README.md: test_readmes.py
     if page.name != "README.zh.md" and re.search(r"^ *```(python|bash|yaml)", page.read_text(encoding="utf-8"), re.M)
 ]
 SHORTER = {
-    "docs/agents.md": {"steps=1, max_new_tokens=4": "steps=1, max_new_tokens=4, **{'evaluation.problems': 4}"},
+    "docs/agents.md": {
+        "steps=1, max": "**{'evaluation.problems': 4, 'algorithm.prompts_per_step': 4}, steps=1, max",
+    },
     "docs/train.md": {"steps=60": "steps=3", "steps=30": "steps=4", '"evaluation.every": 10': '"evaluation.every": 2'},
     "docs/tutorials/library-user.md": {"learn(40)": "learn(2)", '["accuracy"] > 2': '["accuracy"] >= 0'},
 }

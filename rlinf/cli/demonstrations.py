@@ -101,7 +101,7 @@ async def record_episodes(
         InputError: something cannot be made, or the format cannot hold it.
         RunFailure: no episode solves its task, or simulators are lost all the time.
     """
-    roles = await _started(system, config, wanted.expert, wanted.form)
+    roles = await _started(system, config, wanted)
     rounds = wanted.directory.absolute().with_name(f".{wanted.directory.absolute().name}.recording")
     await asyncio.to_thread(shutil.rmtree, rounds, ignore_errors=True)  # of a call that was killed
     try:
@@ -112,7 +112,7 @@ async def record_episodes(
             wanted.episodes,
             greedy=wanted.greedy,
             solved=wanted.solved,
-            patience=_PATIENCE,
+            patience=_PATIENCE * max(1, config.env.num_envs // wanted.episodes),  # of smaller rounds
             on_progress=on_episode,
         )
         await asyncio.to_thread(_moved, rounds, wanted)
@@ -127,12 +127,14 @@ async def record_episodes(
     return played
 
 
-async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | None, form: str) -> Roles:
-    """Simulators with other starts than those of training and of trials, and who acts in them."""
-    trials = replace(config.trials, episodes=config.env.num_envs, videos=0, options={}, suites={}, seed=None)
-    config = replace(config, seed=config.seed + (1 << 32), trials=trials)
+async def _started(system: ActorSystem, config: EmbodiedConfig, wanted: Recording) -> Roles:
+    """Simulators with other starts than those of training and of trials, no more than episodes are kept, and who acts
+    in them."""
     placed = place(replace(config.placement, mode=None, plan=None), CONTROL[:2], system.hosts)
-    hosts = placed.seats["env"].hosts
+    hosts, expert = placed.seats["env"].hosts, wanted.expert
+    count = min(config.env.num_envs, -(-wanted.episodes // len(hosts)))
+    trials = replace(config.trials, episodes=count, videos=0, options={}, suites={}, seed=None)
+    config = replace(config, seed=config.seed + (1 << 32), trials=trials)
     # what is learned from never begins as what is evaluated
     suite = config.eval_suites[""]
     simulation = {**_simulation(config, suite.options), **_trials(config, "", suite, None), "held_out": False}
@@ -148,10 +150,10 @@ async def _started(system: ActorSystem, config: EmbodiedConfig, expert: str | No
         size = (await roles[TRIALS][0].shapes())["action_size"]
         if actions.shape[-1] != size:
             raise ValueError(f"actions have {actions.shape[-1]} numbers, and the environment takes {size}")
-        if actions.shape[1] > 1 and form != "rlinf":
+        if actions.shape[1] > 1 and wanted.form != "rlinf":
             raise ValueError(
-                f"{form} keeps single actions, and {actions.shape[1]} are decided at a time, between which nothing is "
-                "seen: record in rlinf's format, which keeps chunks"
+                f"{wanted.form} keeps single actions, and {actions.shape[1]} are decided at a time, between which "
+                "nothing is seen: record in rlinf's format, which keeps chunks"
             )
         return roles
     except (CannotSimulate, ChildDied, OSError, ImportError, TypeError, UserError, ValueError) as error:

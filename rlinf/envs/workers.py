@@ -39,6 +39,9 @@ from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied, Worker
 
 logger = logging.getLogger(__name__)
 
+_STOP = 1.5
+"""Seconds in which a process may close its simulators before it is killed. They have nothing to save, and some take
+longer: within `CLOSE_DEADLINE`, or the actor that waits for it is given up."""
 MOST_LOSSES = 5
 """Losses of a worker's environments, with no episode finished between, after which it is given up: a simulator that
 cannot finish one episode in so many processes needs a person."""
@@ -589,6 +592,7 @@ def _process(arguments: Mapping[str, Any], name: str, start_timeout: float) -> C
         env={"OMP_NUM_THREADS": "1"},
         max_restarts=MOST_LOSSES,
         start_deadline=start_timeout,
+        stop_deadline=_STOP,
     )
 
 

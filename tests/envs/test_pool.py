@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from rlinf.algos.chunk_advantages import without_lost
+from rlinf.envs import workers
 from rlinf.envs.environment import Environment, Rules
 from rlinf.envs.toy import Reach
 from rlinf.envs.workers import EnvironmentLost, EnvironmentPool, Processes, Program, SliceRange
 from rlinf.runtime.base.clock import run_virtual
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import CallTimeout, ChildDied
+from rlinf.runtime.system.host_service import CLOSE_DEADLINE
 from tests.envs.breaking import Losing, Mortal, processes, zeros
 from tests.envs.protocol import actions_for, same
 
@@ -25,6 +27,10 @@ FIELDS = ("rewards", "terminated", "truncated", "valid", "observation", "ended",
 def breaking(directory, **settings):
     settings = {"num_envs": 2, "workers": 1, "processes": Processes(step_timeout=30.0), **settings}
     return EnvironmentPool("tests.envs.breaking.Breaking", {"directory": str(directory)}, **settings)
+
+
+def test_what_is_slow_to_close_is_killed_before_its_actor_is_given_up():
+    assert workers._process({}, "slow", 1.0)._rules.stop_deadline < CLOSE_DEADLINE
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,13 @@ def recorded(tmp_path_factory):
     return path
 
 
+def test_no_more_environments_are_recorded_than_episodes_are_kept(tmp_path, capsys):
+    script = ("--expert", "rlinf.envs.toy.expert", "--episodes", "3", "--out", str(tmp_path / "few"))
+    assert main(["record", "--config", CONFIG, *script]) == 0
+    assert "3 episodes" in (said := capsys.readouterr().out)
+    assert "of 3 that were played" in said
+
+
 def run(output, shown, *arguments, **more):
     return launch(
         "--config", CONFIG, f"output_dir={output}", f"imitation.path={shown}", "trace=false", *arguments, **more

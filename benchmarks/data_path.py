@@ -1,14 +1,15 @@
 """Bytes of samples that pass through the controller in a step, beside those of the batch.
 
-    python -m benchmarks.data_path                # the quickstart on four processes, four flows, two placements
+    python -m benchmarks.data_path                # the quickstart on four processes, each flow, two placements
     python -m benchmarks.data_path --only grpo    # one flow
 
-Rank 0 runs the flow. It should know of samples what it decides by (rewards, lengths, ids), and leave tokens and
-log-probs to the ranks that made them and those that learn from them. Counted in rank 0's process, for each step behind
-the first: bytes of the arrays and texts of groups and of rows that it encodes or decodes, and of sealed items that it
-takes in or gives out unread. So what only passes counts twice, once in and once out. What it is told of samples that
-stay elsewhere (`faces`) is counted apart. The batch's bytes are those of its arrays and texts, counted at the learners'
-input by tokens: id, log-prob and version of each generated token, 16 bytes, and the id of each of a prompt's, 8 bytes.
+Rank 0 runs the flow. It should know of samples what it decides by (rewards, lengths, ids), and leave tokens and log-
+probs to the ranks that made them and those that learn from them. Counted in rank 0's process, for each step behind the
+first: bytes of the arrays and texts of groups and of rows that it encodes or decodes, and of sealed items that it takes
+in or gives out unread. So what only passes counts twice, once in and once out. What it is told of samples that stay
+elsewhere (`faces`) is counted apart, and so are the processor seconds of rank 0. The batch's bytes are those of its
+arrays and texts, counted at the learners' input by tokens: id, log-prob and version of each generated token, 16 bytes,
+and the id of each of a prompt's, 8 bytes.
 
 `apart`: rank 0 runs the flow alone; ranks 1 to 3 answer and score, 2 and 3 learn. `together`: every role is on all
 four, so that rank 0 makes a quarter of all groups, and learns from a quarter.
@@ -38,6 +39,17 @@ FLOWS = {
     "grpo": ("algorithm.name=grpo",),
     "grpo, dynamic sampling": ("algorithm.name=dapo",),
     "grpo_async": ("algorithm.name=grpo", "flow=rlinf.flows.grpo_async.grpo_async", "staleness.max=1"),
+    "grpo_async, dynamic sampling": (
+        "algorithm.name=dapo",
+        "flow=rlinf.flows.grpo_async.grpo_async",
+        "staleness.max=1",
+    ),
+    "agentic_async": (
+        "algorithm.name=grpo",
+        "flow=rlinf.flows.agentic.agentic_async",
+        "staleness.max=1",
+        "agent.function=tests.drills.parts.agent",
+    ),
 }
 PLACEMENTS = {
     "apart": ("placement.idle_processes=true", "placement.rollout=1-3", "placement.judge=1-3", "placement.trainer=2-3"),
@@ -112,13 +124,14 @@ class Watch:
 
     def __init__(self) -> None:
         watch_codecs()
-        self._began = time.perf_counter()
+        self._began, self._spent = time.perf_counter(), time.process_time()
 
     def on_step(self, step: int, metrics: dict[str, float]) -> None:
         prompts = (metrics["tokens"] - metrics["response_tokens"]) / metrics["samples"] * metrics["groups"]
         batch = 16 * metrics["response_tokens"] + 8 * prompts
         began, self._began = self._began, time.perf_counter()
-        line = {"step": step, "batch": batch, "seconds": self._began - began, **counts}
+        spent, self._spent = self._spent, time.process_time()
+        line = {"step": step, "batch": batch, "seconds": self._began - began, "spent": self._spent - spent, **counts}
         with open(os.environ[OUT], "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
         counts.clear()
@@ -153,23 +166,24 @@ def main() -> None:
     parser.add_argument("more", nargs="*", help="further keys of the configuration, such as rollout.max_new_tokens=64")
     options = parser.parse_args()
     print(
-        f"{'flow':<24}{'placement':<11}{'batch':>10}{'samples':>10}{'share':>8}{'faces':>9}  step    what, bytes a step"
+        f"{'flow':<30}{'placement':<11}{'batch':>10}{'samples':>10}{'share':>8}{'faces':>9}  step    of rank 0  "
+        "what, bytes a step"
     )
     for flow, keys in FLOWS.items():
         for placement, places in PLACEMENTS.items():
             if options.only not in (None, flow) or options.placement not in (None, placement):
                 continue
             lines = measure((*keys, *places, *options.more), options.processes, options.steps)
-            names = sorted({name for line in lines for name in line} - {"step", "batch", "seconds"})
+            names = sorted({name for line in lines for name in line} - {"step", "batch", "seconds", "spent"})
             means = {name: statistics.fmean(line.get(name, 0) for line in lines) for name in names}
             batch = statistics.fmean(line["batch"] for line in lines)
             faces = sum(value for name, value in means.items() if name.startswith("faces"))
             samples = sum(means.values()) - faces
-            seconds = statistics.median(line["seconds"] for line in lines)
+            seconds, spent = (statistics.median(line[of] for line in lines) for of in ("seconds", "spent"))
             parts = ", ".join(f"{name} {value:,.0f}" for name, value in means.items() if value)
             print(
-                f"{flow:<24}{placement:<11}{batch:>10,.0f}{samples:>10,.0f}{samples / batch:>8.1%}{faces:>9,.0f}"
-                f"{seconds:>6.2f} s  {parts}",
+                f"{flow:<30}{placement:<11}{batch:>10,.0f}{samples:>10,.0f}{samples / batch:>8.1%}{faces:>9,.0f}"
+                f"{seconds:>6.2f} s{spent:>9.3f} s  {parts}",
                 flush=True,
             )
 

@@ -108,9 +108,12 @@ def test_groups_stay_elsewhere_are_kept_whole_by_a_checkpoint_and_go_on_from_it(
             in_flight = InFlight(rules, draw=draw, end=4, snapshot=kept)
             after = await steps_of(system, in_flight, 2, 4, rewards)
             await in_flight.close()
-        return before, complete, kept, after
+            await asyncio.sleep(1.0)
+            left = [key for other in system._network.systems.values() for key in other._host.values.kept]
+        return before, complete, kept, after, left
 
-    (before, complete, kept, after), _ = run_virtual(main())
+    (before, complete, kept, after, left), _ = run_virtual(main())
+    assert not left, "what was learned is forgotten where it was made"
     assert complete
     assert all(type(group) is GroupFace for one in complete for group in one.result)
     whole = {one.id: one.result for one in kept.entries if one.result is not None}

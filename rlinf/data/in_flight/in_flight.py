@@ -15,8 +15,10 @@ it however it ends; a flow asks it for its batch and publishes:
         return {**metrics, **batch.metrics}
 
 `answers` is called once, and its stream goes on from step to step: what one step does not learn from is there for the
-next one. `admission.py` says what may be begun and taken, and why nothing is too old then. `Producer` has the answers
-made: it draws what there is room for, hands it on, and takes the results.
+next one. Groups that are complete stay where they were judged, as far as their faces tell what is decided here
+(`data/face.py`); a checkpoint fetches them, and a step those of which some tokens are too old. `admission.py` says what
+may be begun and taken, and why nothing is too old then. `Producer` has the answers made: it draws what there is room
+for, hands it on, and takes the results.
 """
 
 from __future__ import annotations

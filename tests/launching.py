@@ -136,7 +136,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 def learned(run: Path) -> list[dict[str, Any]]:
     """The same without what depends on the clock, or on who has joined."""
-    timed = (*FAMILIES, "weights/", "tokens_per_s", "rollout/joined_count", "trainer/joined_")
+    timed = (*FAMILIES, "weights/", "tokens_per_s", "rollout/joined_count", "trainer/joined_", "reward/joined_")
     return [{name: value for name, value in line.items() if not name.startswith(timed)} for line in metrics_of(run)]
 
 

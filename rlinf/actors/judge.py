@@ -8,7 +8,6 @@ sample's `outcome` and `remark` tell. A reward that cannot work at all ends the 
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from rlinf.config.text import RewardConfig
 from rlinf.data.datasets.benchmarks import SCORED_BY
 from rlinf.data.face import face_of
 from rlinf.data.sample import Group, Outcome, Prompt, Sample
+from rlinf.joining.listener import fewest, listen_beside, listens_at
 from rlinf.rewards.base import (
     MOST_ROWS,
     OFFERED,
@@ -32,15 +32,15 @@ from rlinf.rewards.base import (
     Scorer,
     Verdict,
 )
-from rlinf.rewards.pool import RewardPool
+from rlinf.rewards.joined import JoinedWorkers
+from rlinf.rewards.pool import NO_CHILDREN, RewardPool, runs_in_children
 from rlinf.runtime.actor.actor import Actor, endpoint
+from rlinf.runtime.base.errors import UserError, WrongSetting
 from rlinf.training.batch_metrics import show_samples
 
 _HOPELESS = 64
 """Samples in a row without a reward after which the job fails: a reward that fails half of the time does not come to
 that in the age of the universe, and one that always fails comes to it in the first step."""
-_MOST_WORKERS = 8
-"""Children where nobody says how many: mathematics takes some 10 ms a sample, so eight judge 800 samples a second."""
 
 
 class RewardError(Exception):
@@ -91,8 +91,8 @@ class _Scoring:
     """
 
     def __init__(self, source: RewardSource, settings: RewardConfig, owner: str):
-        args, isolate = settings.args, settings.isolate
-        isolated = isolate == "always" or (isolate == "auto" and not Reward.of(source, args, make=False).trusted)
+        args = settings.args
+        isolated = runs_in_children(source, settings)
         self.reward = Reward.of(source, args, make=not isolated)
         self.timeout = settings.timeout
         self.failures = FailureStreak(f"reward {self.reward.name}")
@@ -103,7 +103,7 @@ class _Scoring:
                 args,
                 is_async=self.reward.is_async,
                 name=f"reward of {owner}",
-                workers=settings.workers or max(2, min(_MOST_WORKERS, len(os.sched_getaffinity(0)) // 2)),
+                workers=settings.workers,
                 timeout=settings.timeout,
             )
         else:
@@ -164,6 +164,9 @@ class _Scoring:
 class Judge(Actor):
     """Scores samples with a reward function."""
 
+    _joined: JoinedWorkers | None = None
+    """Workers of other processes, where they may join."""
+
     @configured(RewardConfig)
     async def setup(
         self,
@@ -172,6 +175,7 @@ class Judge(Actor):
         reward: RewardSource | None = None,
         columns: Iterable[str] | None = None,
         named: Mapping[str, tuple[str, Mapping[str, Any]]] | None = None,
+        directory: str | None = None,
     ) -> None:
         """Find the reward function and start its child processes.
 
@@ -185,11 +189,13 @@ class Judge(Actor):
             columns: of the data set, to see at once whether the function's arguments are there.
             named: further functions, each a dotted path and its arguments, by the name that a prompt's row has in the
                 column "scored_by".
+            directory: of the run, where those who may join (`settings.join`) read how.
 
         Raises:
             ValueError: the function is not found, is given what it does not take, takes what is not there, or cannot be
                 sent to a child process.
             ChildDied: a child cannot be started; the text has what it printed.
+            UserError: others are to join, and it cannot listen there, or none of the functions runs in children.
         """
         own = _Scoring(reward or settings.source, settings, self._cell.name)
         if columns is not None:
@@ -202,9 +208,45 @@ class Judge(Actor):
         self._scored = ScoreCounts()
         for scoring in dict.fromkeys(self._scorings.values()):
             await scoring.start()
+        self._join = settings.join
+        if settings.join is not None:
+            try:
+                self._joined = await self._open(settings, directory)
+            except UserError:
+                await self.close()
+                raise
+
+    async def _open(self, settings: RewardConfig, directory: str | None) -> JoinedWorkers:
+        """Let workers of other processes join."""
+        pools = [each.pool for each in dict.fromkeys(self._scorings.values()) if each.pool is not None]
+        if not pools:
+            raise WrongSetting(f"reward.join={settings.join}: {NO_CHILDREN}")
+        leads = self._fewest if self.rank == 0 and self.world_size > 1 else None
+        joined = JoinedWorkers(pools, self._cell.name, settings.workers, elsewhere=leads)
+        if self.rank == 0:
+            await joined.listen(listens_at(str(settings.join)), directory)
+        return joined
+
+    @endpoint
+    async def joinable(self, token: str) -> tuple[int, str]:
+        """How many have joined this rank to score or are about to, and where one more may, which knows this token: rank
+        0 sends those who come to whoever has fewest.
+
+        Raises:
+            UserError: it cannot listen.
+        """
+        assert self._joined is not None
+        if self._joined.where is None:
+            await listen_beside(self._joined.listen, str(self._join), token)
+        return self._joined.coming, str(self._joined.where)
+
+    async def _fewest(self, token: str, here: int) -> str | None:
+        return await fewest((self.group[rank].joinable(token) for rank in range(1, self.world_size)), here)
 
     async def close(self) -> None:
-        """End the child processes."""
+        """End with those who joined, and end the child processes."""
+        if self._joined is not None:
+            await self._joined.close()
         for scoring in dict.fromkeys(self._scorings.values()):
             await scoring.stop()
 
@@ -232,6 +274,8 @@ class Judge(Actor):
     async def scored(self) -> ScoreCounts:
         """Counts of the answers that were judged here since this was last called."""
         scored, self._scored = self._scored, ScoreCounts()
+        if self._joined is not None:
+            scored += ScoreCounts(joined=len(self._joined.there), away=self._joined.answered())
         return scored
 
     async def _judge(self, scoring: _Scoring, batch: Sequence[Arguments]) -> list[Verdict]:

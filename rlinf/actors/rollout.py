@@ -15,7 +15,6 @@ import itertools
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -46,7 +45,7 @@ from rlinf.engines.base import (
 from rlinf.engines.pool.absent import Absent
 from rlinf.engines.pool.pool import Pool
 from rlinf.engines.transformers.plain import outline
-from rlinf.joining.listener import listens_at
+from rlinf.joining.listener import fewest, listen_beside, listens_at
 from rlinf.metrics.limits import BYTES, DECODE, READ
 from rlinf.models.language.build import ONE_AT_A_TIME, ModelSource, build_model, config_of, cost_of, pictures_of
 from rlinf.models.language.cost import ModelCost
@@ -58,7 +57,6 @@ from rlinf.runtime.base.tasks import InThreads, cancel_all
 from rlinf.runtime.base.tensors import own_device
 from rlinf.runtime.observe.stalls import Outside
 from rlinf.runtime.streams.stream import Consumer, Stream, each
-from rlinf.runtime.transport.network import outward_address
 from rlinf.training.weight_sync import Receiver
 
 T = TypeVar("T")
@@ -150,20 +148,12 @@ class Rollout(Receiver):
         """
         assert self._pool is not None
         if self._pool.where is None:
-            host = str(self._join).rpartition(":")[0]
-            try:
-                await self._pool.listen(listens_at(f"{host}:0"), None, token)
-            except UserError:  # the address is of another machine
-                await self._pool.listen(f"{outward_address()}:0", None, token)
+            await listen_beside(self._pool.listen, str(self._join), token)
         return self._pool.coming, str(self._pool.where)
 
     async def _fewest(self, token: str, here: int) -> str | None:
         """Where the next engine is to join; None: at rank 0, which has so many."""
-        asked = [self.group[rank].joinable(token) for rank in range(1, self.world_size)]
-        answers = await asyncio.gather(*asked, return_exceptions=True)  # one that cannot listen gets none
-        places = [answer for answer in answers if isinstance(answer, tuple)]
-        count, where = min(places, key=itemgetter(0), default=(here, None))
-        return where if count < here else None
+        return await fewest((self.group[rank].joinable(token) for rank in range(1, self.world_size)), here)
 
     @endpoint
     async def computes(self) -> Way:

@@ -1,10 +1,10 @@
-"""`rlinf join`: one more engine, or replica of the trainer, for a run that goes on, until that ends or this process is
-told to leave.
+"""`rlinf join`: one more engine, replica of the trainer, or process that scores, for a run that goes on, until it ends
+or this process is told to leave.
 
-    rlinf join ADDRESS --role rollout|trainer
+    rlinf join ADDRESS --role rollout|trainer|reward
 
-In: HOST:PORT, where the run listens (`rollout.join`, `trainer.join`), or its directory, where it leaves that and the
-token. Out: exit code 0, or 1 if the run is gone or the engine or replica failed.
+In: HOST:PORT, where the run listens (`rollout.join`, `trainer.join`, `reward.join`), or its directory, where it leaves
+that and the token. Out: exit code 0, or 1 if the run is gone, or what was made here failed.
 
 First it says hello, which takes few modules, so that a wrong address or token is answered at once. What the run then
 sends says what is imported: for an engine of a model like a Llama, whose weights the run has, no transformers.
@@ -30,12 +30,14 @@ from rlinf.engines.pool.far_side import outlined_engine, serve
 from rlinf.joining.address import FILES, TOKEN, read
 from rlinf.joining.connection import Connection, connect
 from rlinf.joining.listener import Sent
+from rlinf.rewards.far_side import score
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.base.tasks import in_thread
 
 if TYPE_CHECKING:
     from rlinf.engines.base import Engine
 
-_ROLES = "what it does there: rollout generates, trainer computes gradients"
+_ROLES = "what it does there: rollout generates, trainer computes gradients, reward scores answers"
 
 
 def join(arguments: Sequence[str]) -> int:
@@ -46,7 +48,7 @@ def join(arguments: Sequence[str]) -> int:
     options = parser.parse_args(list(arguments))
     where, token = _job_at(options.address, options.role)
     look_in_working_directory()
-    serve_job = _replicate if options.role == "trainer" else _generate
+    serve_job = {"rollout": _generate, "trainer": _replicate, "reward": score}[options.role]
 
     async def main(where: str) -> str:
         leave = asyncio.Event()
@@ -63,7 +65,7 @@ def join(arguments: Sequence[str]) -> int:
                 )
             except Sent as elsewhere:
                 where = str(elsewhere)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 raise RunFailure(f"rlinf join {where}: {error}") from None
 
     print(asyncio.run(main(where)))

@@ -4,7 +4,7 @@ In: a configuration, and how many machines with how many GPUs. Out: the file tha
 which torchrun starts a process per GPU on every machine. Where machines are taken away, the run writes a checkpoint in
 its grace, and goes on from there when the scheduler starts it again (`--resume auto`). With `--join N` the file is that
 of N engines, or with `--role trainer` replicas of the trainer, which join this run, one per GPU, wherever and whenever
-they find room. Nothing is submitted.
+they find room; with `--role reward` of N processes that score, without one. Nothing is submitted.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ _UNUSED = 3600
 """Seconds without a run after which a machine that is paid by the hour is given back: others take longer to find."""
 _ADDRESS = "RLINF_JOIN_ADDRESS"
 """Environment variable of SkyPilot's joiners: where the run is joined, which is known once it goes on."""
-_JOINERS = {"rollout": "joiners", "trainer": "replicas"}
+_JOINERS = {"rollout": "joiners", "trainer": "replicas", "reward": "scorers"}
 """Ends of the names of jobs that join a run, by role."""
+_WITHOUT_GPU = ("reward",)
+"""Roles of which one that joins needs none."""
 _LEAVING = 60
 """Seconds in which one that joined hands on what it has begun: a fraction of one, and what a busy machine may take."""
 
@@ -87,6 +89,10 @@ class Job:
     def joiners(self, role: str) -> str:
         """Name of the job of those that join a role."""
         return f"{self.label}-{_JOINERS[role]}"
+
+    def gpus_to_join(self, role: str) -> int:
+        """GPUs of each of those."""
+        return int(self.gpus > 0 and role not in _WITHOUT_GPU)
 
     def joining(self, role: str) -> tuple[str, ...]:
         """Arguments of `_JOINING`, without the directory."""
@@ -171,7 +177,7 @@ def slurm_joiners(job: Job, options: argparse.Namespace) -> str:
     directives = [
         f"--job-name={job.joiners(options.role)}",
         f"--array=1-{options.join} --ntasks=1",
-        *(["--gpus=1"] if job.gpus else []),
+        *(["--gpus=1"] if job.gpus_to_join(options.role) else []),
         f"--requeue --open-mode=append --signal=TERM@{_LEAVING}",
         *options.directive,
     ]
@@ -243,7 +249,7 @@ def kubernetes_joiners(job: Job, options: argparse.Namespace) -> str:
         "name": "rlinf",
         "image": options.image,
         "command": ["bash", "-c", _JOINING, "rlinf", f"{_SHARED}/runs/{job.name}", *job.joining(options.role)],
-        **({"resources": {"limits": {"nvidia.com/gpu": 1}}} if job.gpus else {}),
+        **({"resources": {"limits": {"nvidia.com/gpu": 1}}} if job.gpus_to_join(options.role) else {}),
         "volumeMounts": [{"name": "shared", "mountPath": _SHARED}],
     }
     pod = {
@@ -305,7 +311,14 @@ def skypilot_joiners(job: Job, options: argparse.Namespace) -> str:
     else:
         place = {"envs": {_ADDRESS: job.address(options.role)}, "secrets": {TOKEN: None}}
         words = f"\"${_ADDRESS}\" {options.role} '' {_UNUSED}"
-    return _task(job.joiners(options.role), 1, min(job.gpus, 1), options, run=f"set -- {words}\n{_JOINING}", **place)
+    return _task(
+        job.joiners(options.role),
+        1,
+        job.gpus_to_join(options.role),
+        options,
+        run=f"set -- {words}\n{_JOINING}",
+        **place,
+    )
 
 
 def _task(name: str, nodes: int, gpus: int, options: argparse.Namespace, **content: Any) -> str:
@@ -415,9 +428,9 @@ def _parser(kind: str) -> argparse.ArgumentParser:
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help="GPUs of each machine (8); 0 for none")
     parser.add_argument("--processes", type=int, metavar="N", help="on each machine; as many as it has GPUs, or 1")
     parser.add_argument("--output", metavar="FILE", help="where to write it; stdout if this is not given")
-    about = "the job of N processes that join the run, one per GPU, instead of the run's own"
+    about = "the job of N processes that join the run, one per GPU where they need one, instead of the run's own"
     parser.add_argument("--join", type=int, metavar="N", help=about)
-    about = "as what they join: rollout, engines that generate (the default); trainer, replicas of it"
+    about = "as what they join: rollout, engines that generate (the default); trainer, replicas; reward, to score"
     parser.add_argument("--role", choices=tuple(FILES), default="rollout", help=about)
     if kind == "slurm":
         about = "a further line of #SBATCH, such as --directive=--time=24:00:00; may be given several times"

@@ -187,9 +187,14 @@ class RewardConfig:
     """Child processes per judge that run the function; null takes half of its machine's cores, from 2 to 8."""
     isolate: Literal["auto", "always", "never"] = "auto"
     """Run the function in child processes that can be killed. `auto` leaves out those of ours that cannot hang."""
+    join: str | None = None
+    """HOST:PORT at which other processes may join the run while it goes on, `rlinf join ADDRESS --role reward`, as
+    `rollout.join` for engines: they score answers, each with as many child processes as a judge has, and may leave or
+    be lost in the middle of one. null lets nobody in."""
 
     def mistakes(self) -> Iterator[tuple[str, str]]:
         """(key, advice) for every mistake in it."""
+        yield from join_mistake(self.join, "judge")
         if self.parts and self.args:
             yield "args", "with several functions, the arguments of each stand in reward.parts: {function, args}"
         for name, part in self.parts.items():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 TOKEN = "RLINF_JOIN_TOKEN"
 """Environment variable: the token that those who join must know; without it each start of a job makes its own."""
-FILES = {"rollout": "join.json", "trainer": "join-trainer.json"}
+FILES = {"rollout": "join.json", "trainer": "join-trainer.json", "reward": "join-reward.json"}
 """By role, in the run directory, for this user alone: where to join, and the token."""
 
 

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,6 +34,39 @@ def listens_at(join: str) -> str:
 
     host, _, port = join.rpartition(":")
     return f"{outward_address()}:{port}" if host == "auto" else join
+
+
+async def listen_beside(listen: Callable[[str, str | None, str], Awaitable[str]], join: str, token: str) -> None:
+    """Let others join a rank that is not the first, whom that one sends, at a free port of its machine.
+
+    Args:
+        listen: `Listener.open` or what calls it.
+        join: key such as `rollout.join`, an address of the first rank's machine or auto.
+        token: that they must know.
+
+    Raises:
+        UserError: it cannot listen.
+    """
+    from rlinf.runtime.transport.network import outward_address  # comes with torch, see above
+
+    host = join.rpartition(":")[0]
+    try:
+        await listen(listens_at(f"{host}:0"), None, token)
+    except UserError:  # the address is of another machine
+        await listen(f"{outward_address()}:0", None, token)
+
+
+async def fewest(counts: Iterable[Awaitable[tuple[int, str]]], here: int) -> str | None:
+    """Where the next one is to join; None: here, where there are so many.
+
+    Args:
+        counts: of each other rank: how many have joined it or are about to, and where one more may.
+        here: how many have joined here, or are about to.
+    """
+    answers = await asyncio.gather(*counts, return_exceptions=True)  # one that cannot listen gets none
+    places = [answer for answer in answers if isinstance(answer, tuple)]
+    count, where = min(places, key=itemgetter(0), default=(here, None))
+    return where if count < here else None
 
 
 class JobLost(ConnectionError):

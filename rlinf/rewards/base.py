@@ -785,6 +785,10 @@ class ScoreCounts:
     """Why the first of those failed."""
     rows: tuple[Mapping[str, Any], ...] = ()
     """A few of those, as rows of samples.jsonl."""
+    joined: int = 0
+    """Processes that have joined to score."""
+    away: int = 0
+    """Answers that those have scored."""
 
     def __add__(self, other: ScoreCounts) -> ScoreCounts:
         return ScoreCounts(
@@ -793,6 +797,8 @@ class ScoreCounts:
             self.errors + other.errors,
             self.remark or other.remark,
             (*self.rows, *other.rows)[:MOST_ROWS],
+            self.joined + other.joined,
+            self.away + other.away,
         )
 
     @staticmethod

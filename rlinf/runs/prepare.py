@@ -640,12 +640,17 @@ def _teacher_problems(config: RunConfig, algorithm: AlgorithmSpec) -> Iterator[P
 
 def _reward_problems(reward: RewardConfig, passed: RewardSource | None) -> Iterator[Problem]:
     from rlinf.rewards.base import Reward
+    from rlinf.rewards.pool import NO_CHILDREN, runs_in_children
 
+    source = passed or reward.source
     try:
-        Reward.of(passed or reward.source, reward.args, make=False).ready()
+        Reward.of(source, reward.args, make=False).ready()
     except RAISED as error:
         key = "reward.parts" if reward.parts else "reward.function"
         yield problem(key, reward.parts or reward.function, error)
+        return
+    if reward.join is not None and not runs_in_children(source, reward):
+        yield key_problem("reward.join", reward.join, NO_CHILDREN)
 
 
 def tracker_problems(metrics: TrackingConfig) -> Iterator[Problem]:

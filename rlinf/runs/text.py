@@ -460,11 +460,13 @@ class TextWorkload(Workload[Evaluation]):
         step = self.run.done + 1
         learned = self.run.roles["trainer"].learned()  # asked now, and awaited once the judges have answered
         scored = await self._hear_judges(f"step {step}")
-        failed = {"reward/failed": scored.failed} if scored.answers else {}
+        judged = {"reward/failed": scored.failed} if scored.answers else {}
+        if self.config.reward.join is not None:
+            judged |= {"reward/joined_count": scored.joined, "reward/joined_answers": scored.away}
         row_counts = self.left_out(self.data.train)
         self._account_for(step, await learned)
         self._alarms.judged = scored.answers
-        return {**returned, **failed, **row_counts, **await self._renew_past(step)}
+        return {**returned, **judged, **row_counts, **await self._renew_past(step)}
 
     async def _renew_past(self, step: int) -> dict[str, float]:
         """Let the policy take the place of an earlier version of itself, if it is time to; metrics of the step."""
@@ -621,7 +623,7 @@ def roles_to_start(
     }
     roles: dict[str, tuple[type[Any], Settings]] = {
         "rollout": (Rollout, {**shared, "settings": rollout_settings(config, bool(prepared)), "directory": rescue}),
-        "judge": (Judge, _judge(config, data, passed)),
+        "judge": (Judge, {**_judge(config, data, passed, bool(prepared)), "directory": rescue}),
     }
     if config.reward_model.path is not None:
         roles[REWARD_MODEL] = (reward_model_class(config.reward_model), _reward_model(config, passed))
@@ -663,10 +665,11 @@ def roles_to_start(
     return {**ours, **own_roles(config)}
 
 
-def _judge(config: RunConfig, data: Data, passed: RewardSource | None) -> Settings:
+def _judge(config: RunConfig, data: Data, passed: RewardSource | None, joined: bool) -> Settings:
+    """How the judge of a run scores; others may join, but not in an evaluation: see `rollout_settings`."""
     benchmarks = benchmarks_of(config.evaluation.named)
     return {
-        "settings": config.reward,
+        "settings": config.reward if joined else replace(config.reward, join=None),
         "reward": passed,
         "columns": data.columns or None,
         "named": {name: (each.reward, dict(each.args)) for name, each in benchmarks.items()},

@@ -8,7 +8,12 @@ import pytest
 
 from rlinf.actors.judge import Judge, RewardError
 from rlinf.data.sample import Group, Prompt, Sample
+from rlinf.joining.address import read
+from rlinf.joining.connection import connect
+from rlinf.joining.listener import Sent
 from rlinf.rewards.base import Score, over_group, trusted
+from rlinf.rewards.far_side import score
+from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.system.system import ActorSystem
 from tests.rewards.own_rewards import failing, graded, ranked, ranked_in_time, slowly
 
@@ -52,6 +57,31 @@ async def test_rewards_are_filled_in(system, reward, expected, isolate):
     assert group.rewards == expected
     assert [sample.text for sample in group.samples] == ["12", "212"]
     assert {sample.outcome for sample in group.samples} == {"ok"}
+
+
+async def test_workers_of_other_processes_join_the_rank_that_has_fewest_and_are_counted(tmp_path, monkeypatch):
+    async def helps(where):
+        try:
+            return await score(await connect(*where.split(":"), "of this job"), ready.release, asyncio.Event())
+        except Sent as elsewhere:
+            return await helps(str(elsewhere))
+
+    monkeypatch.setenv("RLINF_JOIN_TOKEN", "of this job")
+    ready = asyncio.Semaphore(0)
+    async with ActorSystem.local(2) as system:
+        many = {"workers": 1, "isolate": "always", "join": "127.0.0.1:0", "directory": str(tmp_path)}
+        judges = await system.spawn(Judge, name="judge", hosts=[0, 1], **many)
+        helpers = []
+        for _ in judges:
+            helpers.append(asyncio.create_task(helps(read(tmp_path, "reward")[0])))
+            await ready.acquire()
+        groups = await asyncio.gather(*(judge.score(answered("12", "21")) for judge in judges))
+        assert [group.rewards for group in groups] == [[1, 0]] * 2
+        assert [scored.joined for scored in await judges.scored()] == [1, 1]
+    assert await asyncio.gather(*helpers) == ["the job has ended"] * 2
+    async with ActorSystem.local() as system:
+        with pytest.raises(UserError, match=r"reward\.join.*reward\.isolate=always"):
+            await judge_of(system, join="127.0.0.1:0")
 
 
 async def test_a_sample_that_was_cut_says_so_and_is_scored(system):

@@ -229,6 +229,17 @@ def test_replicas_of_the_trainer_are_jobs_of_their_own_beside_the_engines(capsys
     assert [each["podSelector"] for each in network["spec"]["ingress"][0]["from"]][1:] == selectors
 
 
+def test_processes_that_score_want_no_gpu(capsys):
+    joins = (*QUICKSTART, "reward.join=auto:29602", "reward.isolate=always", "--join", "2", "--role", "reward")
+    script = written(capsys, "slurm", *joins)
+    assert "--job-name=quickstart-scorers" in script
+    assert "--gpus" not in script
+    assert script.endswith(" reward join-reward.json\n")
+    (deployment,) = yaml.safe_load_all(written(capsys, "k8s", *joins, "--image", "an/image", "--claim", "runs"))
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert "resources" not in container
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [

@@ -10,3 +10,9 @@ def reward(response: str, answer: str) -> float:
     so that rewards are pending when a checkpoint is written."""
     time.sleep(0.002)
     return sum(character in response for character in answer) / len(answer)
+
+
+def slow(response: str, answer: str) -> float:
+    """The same for long enough that a process which scores is killed while it has answers."""
+    time.sleep(0.04)
+    return reward(response, answer)

@@ -1,7 +1,9 @@
-"""Kill -9 of engines that have joined a run, at random moments: the run goes on, and nothing is lost or repeated.
+"""Kill -9 of engines and scoring processes that have joined a run, at random moments: the run goes on, and nothing is
+lost or repeated.
 
 python -m tests.drills.test_joining 20 grpo_async           # beside the run's own engine
 python -m tests.drills.test_joining 20 grpo_async alone     # where they alone generate
+python -m tests.drills.test_joining 20 reward               # of those that score
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
 
 
 def join(path: Path, role: str = "rollout"):
-    """One more engine for a run, or replica of its trainer; it has joined."""
+    """One more engine for a run, replica of its trainer, or process that scores; it has joined."""
     joiner = start("join", str(path), "--role", role, program=ROOT / "rlinf" / "__main__.py")
     until(lambda: "joined" in joiner.printed(0) or joiner.ended(), f"one that joins as {role}", PATIENCE)
     return joiner
@@ -147,11 +149,66 @@ def test_a_synchronous_run_that_loses_every_engine_has_the_weights_of_one_that_l
     equal(_alone(tmp_path / "whole", stays), _alone(tmp_path / "lost", dies))
 
 
+def scorers_killed(points: int, directory: Path, seed: int = 0) -> tuple[int, list[float], str]:
+    """Kill processes that score for a run, beside one that stays and leaves; it is the same as one that nobody joined.
+
+    Args:
+        points: how many.
+        directory: for both runs.
+        seed: of the moments.
+
+    Returns:
+        How many were killed, seconds until each had joined, and what the run said.
+    """
+    rng, seconds, kills = random.Random(seed), [], 0
+    slow = Drill(
+        "grpo", steps=4 * points + 4, more=("reward.function=tests.drills.rewards.slow", "placement.trainer=0")
+    )
+    join_key, path = "reward.join=127.0.0.1:0", directory / "joined" / "quickstart"
+    run = start(*slow.arguments(path.parent, engine=False), join_key)
+    try:
+        until(lambda: (path / FILES["reward"]).exists() or run.ended(), lambda: run.everything(), PATIENCE)
+        stays = join(path, "reward")
+        while kills < points and not run.ended():
+            began = time.monotonic()
+            joiner = join(path, "reward")
+            seconds.append(time.monotonic() - began)
+            time.sleep(rng.random() / 2)
+            joiner.kill_all(signal.SIGKILL)
+            joiner.codes(PATIENCE)
+            kills += steps_noted(path) < slow.steps - 2  # of those in its last steps the run need not say anything
+        counted(run, path, "reward/joined_answers")
+        stays.kill_all(signal.SIGTERM)
+        assert stays.codes(PATIENCE) == [0], stays.everything()
+        assert run.codes(10 * PATIENCE) == [0], run.everything()
+    finally:
+        run.end()
+    whole = start(*slow.arguments(directory / "whole", engine=False))
+    try:
+        assert whole.codes(10 * PATIENCE) == [0], whole.everything()
+    finally:
+        whole.end()
+    equal(path, directory / "whole" / "quickstart")
+    return kills, seconds, run.everything()
+
+
+def test_a_run_whose_scoring_processes_are_killed_has_the_rewards_of_one_that_had_none(tmp_path):
+    kills, _, said = scorers_killed(1, tmp_path)
+    assert said.count("is gone: ") >= kills
+    assert "Traceback" not in said
+    rows = metrics_of(tmp_path / "joined" / "quickstart")
+    assert max(row["reward/joined_count"] for row in rows) >= 1
+    assert sum(row["reward/joined_answers"] for row in rows) > 0
+
+
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
-        done, waited, said = killed_again_and_again(
-            int(sys.argv[1]), sys.argv[2], Path(directory), alone="alone" in sys.argv
-        )
+        if "reward" in sys.argv:
+            done, waited, said = scorers_killed(int(sys.argv[1]), Path(directory))
+        else:
+            done, waited, said = killed_again_and_again(
+                int(sys.argv[1]), sys.argv[2], Path(directory), alone="alone" in sys.argv
+            )
     lines = [line.split(" answers that it had")[0] for line in said.splitlines() if " answers that it had" in line]
     had, joining = [int(line.rsplit(" ", 1)[1]) for line in lines], sorted(round(one, 2) for one in waited)
     print(f"{done} killed, which had {had} answers under way; seconds to join: {joining}")

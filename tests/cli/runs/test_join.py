@@ -59,6 +59,17 @@ def test_a_run_that_replicas_cannot_join_says_by_which_key(capsys, tmp_path):
     prepare(apart, 2)
 
 
+def test_a_reward_that_runs_in_the_judges_own_process_cannot_be_helped_and_evaluations_let_nobody_in():
+    join = "reward.join=127.0.0.1:0"
+    with pytest.raises(ConfigError, match=r"reward\.join.*reward\.isolate=always"):
+        prepare(load_config("configs/quickstart.yaml", [join]), 1)
+    with pytest.raises(ConfigError, match=r"reward\.join"):
+        load_config("configs/quickstart.yaml", ["reward.join=29600"])
+    config = load_config("configs/quickstart.yaml", [join, "reward.isolate=always", "rollout.dtype=float32"])
+    prepare(config, 1)
+    assert roles_to_start(config, load_data_of(config))["judge"].settings["settings"].join is None
+
+
 def test_an_address_to_join_at_is_a_host_and_a_port():
     from rlinf.config.text import RolloutConfig
 

@@ -29,6 +29,7 @@ bare(
     "lerobot.policies.act",
     "lerobot.policies.diffusion",
     "lerobot.policies.smolvla",
+    "lerobot.policies.wall_x",
     "lerobot.policies.rtc",
 )
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
@@ -91,6 +92,8 @@ def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
 
         makers = modeling_diffusion.DiffusionPolicy, make_diffusion_pre_post_processors
         return modeling_diffusion.DiffusionConfig, *makers
+    if kind == "wall_x":
+        return wall_x(folder)
     from lerobot.policies.smolvla import modeling_smolvla, processor_smolvla, smolvlm_with_expert
     from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 
@@ -105,11 +108,37 @@ def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
     return modeling_smolvla.SmolVLAConfig, *makers
 
 
+def wall_x(folder: Path) -> tuple[Any, Any, Any]:
+    """WALL-OSS in float32: acting in anything but bfloat16 fails, by a cast of the state to that."""
+    from lerobot.policies.wall_x import modeling_wall_x, processor_wall_x
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="<|endoftext|>")
+    processor = SimpleNamespace(tokenizer=words, image_processor=Qwen2VLImageProcessor())
+    modeling_wall_x.AutoProcessor = SimpleNamespace(from_pretrained=lambda *_, **__: processor)
+    modeling_wall_x.torch = _With(bfloat16=torch.float32)
+    makers = modeling_wall_x.WallXPolicy, processor_wall_x.make_wall_x_pre_post_processors
+    return modeling_wall_x.WallXConfig, *makers
+
+
+def drawn_by_wall_x(given: dict[str, torch.Tensor]) -> None:
+    """Have it draw what was given."""
+    from lerobot.policies.wall_x import modeling_wall_x
+
+    noise = {"randn": lambda *_, **__: given["noise"], "randn_like": lambda *_, **__: given["noise"]}
+    modeling_wall_x.torch = _With(bfloat16=torch.float32, **noise)
+    modeling_wall_x.ActionHead.sample_time = lambda *_: 1 - given["time"]
+
+
 def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor], texts: list[str]) -> dict[str, torch.Tensor]:
     """Actions in the robot's units, and the loss of demonstrated ones."""
     before, after = around(directory)
     batch = before({**batch_of(given, policy.config), "task": texts})
     kind, flows = policy.config.type, {"noise": given["noise"]} if "noise" in given else {}
+    if kind == "wall_x":
+        drawn_by_wall_x(given)
+        flows = {}
     if kind == "diffusion":
         chunk = after(denoised(policy, batch, given))
         flows = {}
@@ -169,6 +198,10 @@ def make(kind: str, folder: Path) -> None:
         (folder / "vlm" / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
         words = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>"}
         (folder / "vlm" / "tokenizer_config.json").write_text(json.dumps(words))
+    if kind == "wall_x":
+        (folder / "qwen").mkdir()
+        (folder / "qwen" / "config.json").write_text(json.dumps(about["network"]))
+        sizes |= {"pretrained_name_or_path": str(folder / "qwen")}
     torch.manual_seed(5)
     mine = moved(policy(config(**features(about), **sizes, device="cpu"))).eval()
     mine.save_pretrained(folder / kind)

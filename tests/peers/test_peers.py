@@ -16,6 +16,7 @@ from rlinf.data.rng import mix
 from rlinf.models.policy.base import normals, uniforms
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
 from rlinf.models.policy.vla.flow import follow
+from tests.models.policy.contract import wall_x_tokenizer
 from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, as_lerobot, publish
 
 HERE = Path(__file__).parent
@@ -432,6 +433,62 @@ def test_smolvla_that_learned_here_goes_back_to_lerobot_with_its_numbers(smolvla
     settings = {"type": "smolvla", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
     learners = {"tuned": load_policy(folder / "smolvla", settings)}
     check_goes_back("smolvla", folder, learners, lambda mine: flowed(mine, given))
+
+
+QWEN = {
+    "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 3,
+    "num_key_value_heads": 1, "vocab_size": 120, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "num_experts": 3,
+    "experts": [
+        {"hidden_size": size, "intermediate_size": inner, "hidden_act": "silu"}
+        for size, inner in ((48, 64), (32, 40), (48, 24))
+    ],
+    "dim_inputs": [48, 32], "mlp_moe": True, "dof_config": {"arm": 13, "hand": 7}, "agent_pos_config": {"all": 20},
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "initializer_range": 0.2,
+    "image_token_id": 104, "vision_start_token_id": 102, "video_token_id": 119, "pad_token_id": 107,
+    "vision_config": {
+        "depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48,
+        "fullatt_block_indexes": [1], "initializer_range": 0.2,
+    },
+}  # fmt: skip
+"""As WALL-OSS has it, tiny; the third expert is nobody's."""
+
+
+@pytest.fixture(scope="module")
+def wall_x(tmp_path_factory):
+    """(ours, what was given, lerobot's answers, folder with its directory `wall_x`)."""
+    folder = tmp_path_factory.mktemp("wall_x")
+    given = robot(side=72, state=5, horizon=7)
+    given |= {"actions": given["actions"][..., :4].contiguous(), "rgb": given["rgb"][:, :40].contiguous()}
+    given |= {**drawn(7, 20), "pads": torch.zeros(3, 7, dtype=torch.uint8)}
+    save_file(given, folder / "given.safetensors")
+    wall_x_tokenizer().save(str(folder / "tokenizer.json"))
+    cameras = {f"observation.images.{name}": ("VISUAL", (3, 40, 72)) for name in ("face_view", "wrist")}
+    about = {
+        "inputs": {**cameras, **STATE}, "outputs": {"action": ("ACTION", (4,))}, "texts": TEXTS, "network": QWEN,
+        "numbers": NUMBERS, "sizes": {"chunk_size": 7, "n_action_steps": 7},
+    }  # fmt: skip
+    (folder / "given.json").write_text(json.dumps(about))
+    ask("lerobot", "by_lerobot_policies.py", "make", "wall_x", folder)
+    (folder / "qwen" / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+    policy = load_policy(folder / "wall_x", {"type": "wall_x", **BOUNDS})
+    return policy, given, load_file(folder / "answers.safetensors"), folder
+
+
+def test_wall_oss_of_lerobot_acts_and_loses_the_same(wall_x):
+    policy, given, answers, _ = wall_x
+    with torch.no_grad():
+        acted, lost = flowed(policy, given)
+    torch.testing.assert_close(acted, answers["actions"], atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+    torch.testing.assert_close(lost, answers["loss"], atol=1e-4, rtol=1e-4)
+
+
+def test_wall_oss_that_learned_here_goes_back_to_lerobot_with_its_numbers(wall_x, tmp_path):
+    policy, given, _, folder = wall_x
+    check_saved_alike(policy, folder / "wall_x", tmp_path)
+    settings = {"type": "wall_x", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
+    learners = {"tuned": load_policy(folder / "wall_x", settings)}
+    check_goes_back("wall_x", folder, learners, lambda mine: flowed(mine, given))
 
 
 TINY = {

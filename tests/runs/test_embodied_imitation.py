@@ -28,6 +28,7 @@ SCALES = {
     "gr00t": ("min_max", "experiment_cfg/metadata.json"),
     "act": ("mean_std", None),
     "smolvla": ("mean_std", None),
+    "wall_x": ("mean_std", None),
     "diffusion": ("min_max", None),
 }
 """What each policy brings numbers to, and where its authors keep what that needs."""

@@ -45,6 +45,7 @@ POLICIES = {
     "act": "rlinf.models.policy.act.ActPolicy",
     "diffusion": "rlinf.models.policy.diffusion.DiffusionPolicy",
     "smolvla": "rlinf.models.policy.vla.smolvla.SmolVlaPolicy",
+    "wall_x": "rlinf.models.policy.vla.wall_x.WallXPolicy",
 }
 """By short name; imported when asked for, since transformers takes seconds."""
 

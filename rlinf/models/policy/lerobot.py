@@ -206,6 +206,26 @@ def features(
     return {"input_features": inputs, "output_features": {ACTION: {"type": "ACTION", "shape": [actions]}}}
 
 
+def fitting(
+    about: Mapping[str, Any], image: tuple[int, int, int], state: int, actions: int
+) -> dict[str, dict[str, Any]]:
+    """`input_features` and `output_features` of a config.json for an environment, whatever robot it was of: its first
+    cameras, as many as both have, stand for those that the environment shows.
+
+    Args:
+        about: config.json; without features, cameras are numbered.
+        image, state, actions: see `features`; there is nothing of the world.
+    """
+    had, fresh = about.get("input_features", {}), features(image, state, actions)
+    names = [name for name, each in had.items() if each["type"] == "VISUAL" and ".empty_camera" not in name]
+    both = {**fresh["input_features"], **had}
+    inputs = {name: both[name] for name in (names or cameras_of(fresh))[: image[2] // 3]}
+    if state:
+        inputs[STATE] = fresh["input_features"][STATE]
+    ordered = {name: inputs[name] for name in had if name in inputs}
+    return {"input_features": ordered | inputs, "output_features": fresh["output_features"]}
+
+
 def cameras_of(about: Mapping[str, Any]) -> tuple[str, ...]:
     """Names of the cameras that a config.json looks at."""
     return tuple(name for name, each in about["input_features"].items() if each["type"] == "VISUAL")

@@ -6,12 +6,14 @@ A policy joins by one line in `INSTANCES`: the dotted path of a function that is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from examples.tiny_checkpoints import flow_tokenizer
 from rlinf.config.importing import resolve
@@ -39,6 +41,7 @@ INSTANCES: dict[str, str] = {
     "authored, part": "tests.models.policy.contract.partly_frozen",
     "act": "tests.models.policy.contract.act",
     "smolvla": "tests.models.policy.contract.smolvla",
+    "wall_x": "tests.models.policy.contract.wall_x",
     "diffusion": "tests.models.policy.contract.diffusion",
 }
 """By name, what makes an instance."""
@@ -165,6 +168,41 @@ def smolvla(directory: Path) -> Instance:
     _of_lerobot(directory)
     flow_tokenizer().save(str(directory / "tokenizer.json"))
     return Instance({**given, "steps": 3}, directory, instructions=("push", "pull it"))
+
+
+def wall_x(directory: Path) -> Instance:
+    """WALL-OSS as lerobot writes it, with the files that are to be copied; see `act`."""
+    experts = [{"hidden_size": 48, "intermediate_size": 64}, {"hidden_size": 32, "intermediate_size": 40}]
+    network = {
+        "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 3, "num_key_value_heads": 1,
+        "vocab_size": 120, "experts": experts, "dim_inputs": [48, 32], "mlp_moe": True, "rms_norm_eps": 1e-6,
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}, "dof_config": {"arm": 13, "hand": 7},
+        "agent_pos_config": {"arm": 20}, "vision_config": {
+            "depth": 2, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48,
+            "fullatt_block_indexes": [1],
+        },
+    }  # fmt: skip
+    row = {"mean": [0.1] * 7, "std": [0.5] * 7}
+    given = {"type": "wall_x", "image": [8, 32, 3], "state_size": 7, "action_size": 7, "chunk": 3}
+    about, numbers = {"chunk_size": 4}, {"state": row, "actions": row}
+    made = {**given, "model": about, "network": network, "statistics": numbers}
+    save_policy(build_policy_model(made), directory)
+    _of_lerobot(directory)
+    (directory / "qwen25_config.json").write_text(json.dumps(network))
+    wall_x_tokenizer().save(str(directory / "tokenizer.json"))
+    # of the last layer of words only keys and values are read
+    return Instance(
+        {**given, "steps": 3}, directory, unused=("model.model.layers.1.moe.experts.0.*",),
+        instructions=("push", "pull it"),
+    )  # fmt: skip
+
+
+def wall_x_tokenizer() -> Tokenizer:
+    """One token per character, with Qwen's special ones and those of robots."""
+    tokenizer = flow_tokenizer()
+    names = "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|propri|>"
+    tokenizer.add_special_tokens([*names, "<|action|>", "<|endoftext|>"])
+    return tokenizer
 
 
 def _of_lerobot(directory: Path) -> None:

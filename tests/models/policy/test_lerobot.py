@@ -8,7 +8,7 @@ import torch
 
 from rlinf.algos.loss_sum import LossSum
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
-from tests.models.policy.contract import act, diffusion, smolvla
+from tests.models.policy.contract import act, diffusion, smolvla, wall_x
 
 SMALL = {"dim_model": 8, "n_heads": 2, "dim_feedforward": 8, "n_encoder_layers": 1, "n_vae_encoder_layers": 1,
          "latent_dim": 2, "chunk_size": 4}  # fmt: skip
@@ -51,6 +51,9 @@ def said(directory, changes):
         (smolvla, {"attention_mode": "self_attn"}, r"attention_mode.*cross_attn"),
         (smolvla, {"resize_imgs_with_padding": None}, r"resize_imgs_with_padding.*32"),
         (smolvla, {"input_features": {}, "output_features": {}}, r"config\.json.*'action'"),
+        (wall_x, {"type": "smolvla"}, r"config\.json.*smolvla"),
+        (wall_x, {"prediction_mode": "fast"}, r"prediction_mode.*diffusion"),
+        (wall_x, {"max_action_dim": 32}, r"max_action_dim=32.*20"),
     ],
 )
 def test_a_directory_of_what_is_not_here_is_refused(make, changes, words, tmp_path):
@@ -66,6 +69,21 @@ def test_smolvla_without_its_tokenizer_is_refused(tmp_path):
     said(tmp_path, {"vlm_model_name": "HuggingFaceTB/SmolVLM2-500M-Video-Instruct"})
     with pytest.raises(ValueError, match=r"tokenizer\.json.*HuggingFaceTB/SmolVLM2"):
         load_policy(tmp_path, known.config)
+
+
+@pytest.mark.parametrize(
+    ("name", "there"), [("tokenizer.json", "tokenizer.json"), ("qwen25_config.json", "config.json")]
+)
+def test_wall_oss_without_what_lies_elsewhere_is_refused_and_reads_it_there(name, there, tmp_path):
+    known = wall_x(tmp_path / "weights")
+    content = (tmp_path / "weights" / name).read_bytes()
+    (tmp_path / "weights" / name).unlink()
+    said(tmp_path / "weights", {"pretrained_name_or_path": str(tmp_path)})
+    with pytest.raises(ValueError, match=rf"{name}.*{tmp_path}.*{there}"):
+        load_policy(tmp_path / "weights", known.config)
+    (tmp_path / there).write_bytes(content)
+    save_policy(load_policy(tmp_path / "weights", known.config), tmp_path / "saved")
+    assert (tmp_path / "saved" / name).read_bytes() == content
 
 
 def test_smolvla_goes_on_with_another_robot_and_its_checkpoint_says_so(tmp_path):

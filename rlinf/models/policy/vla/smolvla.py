@@ -255,15 +255,7 @@ class SmolVlaConfig(FlowConfig):
     def about(self) -> dict[str, Any]:
         """The whole config.json; features are the environment's, under the checkpoint's names of cameras."""
         whole = {**_ABOUT, "n_obs_steps": 1, "n_action_steps": self.chunk, **self.model}
-        had = whole.get("input_features", {})
-        names = [name for name, each in had.items() if each["type"] == "VISUAL" and ".empty_camera" not in name]
-        count, (height, width, channels) = len(names) or self.image[2] // 3, self.image
-        names = (names or [f"{lerobot.PICTURES}s.camera{number + 1}" for number in range(count)])[: channels // 3]
-        pictures = {name: had.get(name, {"type": "VISUAL", "shape": [3, height, width]}) for name in names}
-        state = {lerobot.STATE: {"type": "STATE", "shape": [self.state_size]}} if self.state_size else {}
-        action = {lerobot.ACTION: {"type": "ACTION", "shape": [self.action_size]}}
-        fitting = {name: {**had, **state}[name] for name in had if name in pictures or name in state}
-        return {**whole, "input_features": fitting | pictures | state, "output_features": action}
+        return {**whole, **lerobot.fitting(whole, self.image, self.state_size, self.action_size)}
 
     @property
     def cameras(self) -> int:

@@ -33,7 +33,9 @@ BINDING = {
 RESOURCES = {"mfu": "products", "mbu": "bandwidth"}
 """Limits of a device, by the metrics that tell what share of them a role used."""
 _OF_DEVICES = ("mfu/", "mbu/", "idle/")
-FAMILIES = ("bound/", "lost/", "timing/", "tokens_read/", *_OF_DEVICES)
+_JOINED = "rollout/joined_count"
+"""Engines of other processes, whose work is on no device of the run."""
+FAMILIES = ("bound/", "lost/", "timing/", "tokens_read/", _JOINED, *_OF_DEVICES)
 """Beginnings of the metrics that a verdict is made of: they tell how a step was done, and not what it learned."""
 READABLE = 0.005
 """Share of a step; less is not worth a word."""
@@ -41,6 +43,8 @@ _OF_FIVE = 5
 """Steps of which four are told: fewer cannot be told from accidents."""
 _HALVED = 4
 """Steps of which the quickest and the slowest quarter are left out: fewer have none."""
+_FEW = 0.05
+"""Engines that joined, on average: fewer were not there for one step in twenty."""
 _SPREAD = 0.05
 """Share of the bound by which it varies between steps before that is told."""
 
@@ -144,6 +148,10 @@ def verdict(metrics: Mapping[str, float], device: str = "") -> Sequence[str]:
         f"what the roles cost in this run: no step could take less than {_seconds(least, step)} s"
         f"{spread if high - low >= _SPREAD * least else ''} ({which}: {BINDING[which]})"
     ]
+    if (engines := metrics.get(_JOINED, 0.0)) >= _FEW:
+        lines.append(
+            f"engines that joined generated too, {engines:.2g} on average: what they could do is not in the bound"
+        )
     if parts := lost(metrics):
         losses = ", ".join(f"{part} {_seconds(seconds, step)}" for part, seconds in parts)
         lines.append(f"lost per step: {losses} s")

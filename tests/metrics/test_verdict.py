@@ -67,6 +67,13 @@ def test_what_is_too_little_is_not_told_and_nothing_at_all_is_no_line():
     assert verdict(typical([])) == []
 
 
+def test_engines_that_joined_are_told_beside_a_bound_that_does_not_count_them():
+    rows = [step(0.3) | {"rollout/joined_count": count} for count in (0.0, 1.0, 2.0, 1.0, 2.0, 1.0, 2.0)]
+    (_, line) = verdict(typical(rows))
+    assert line.startswith("engines that joined generated too, 1.5 on average")
+    assert len(verdict(typical([row | {"rollout/joined_count": 0.0} for row in rows]))) == 1
+
+
 def test_short_steps_are_told_in_digits_that_say_something():
     assert " 0.0100 s" in verdict(typical([step(0.01, overhead=0.005)]))[0]
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from rlinf.config.importing import resolve
-from rlinf.envs.base import ActionSpec, ArraySpec, CannotRender, Simulator, SimulatorLost
+from rlinf.envs.base import ActionSpec, ArraySpec, CannotRender, CannotSimulate, Simulator, SimulatorLost
 from rlinf.envs.environment import Chunk, Environment, Rules, Start, joined_chunks, joined_starts, lost_chunk, of_steps
 from rlinf.envs.video import Recorder, Recording
 from rlinf.runtime.base.errors import RuntimeFault, UserError
@@ -57,14 +57,14 @@ _FRAMES = 4
 
 
 def told_by(name: str, error: Exception) -> EnvironmentLost:
-    """Error for what a simulator raised, with the one traceback that leads into it; of pictures that it cannot draw,
-    the line.
+    """Error for what a simulator raised, with the one traceback that leads into it; of pictures that it cannot draw, or
+    a remote one that is gone, the line.
 
     Args:
         name: of the actor.
         error: from the worker's process, with its traceback as a note, or from a thread of this one.
     """
-    if isinstance(error, CannotRender):
+    if isinstance(error, CannotRender | CannotSimulate):
         return EnvironmentLost(f"{name}: {error}")
     notes: list[str] = getattr(error, "__notes__", [])
     remote = next((note for note in notes if note.startswith("raised in ")), None)

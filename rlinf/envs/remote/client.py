@@ -2,8 +2,8 @@
 
 `Remote` is a `Simulator`: tensors for us, arrays on the wire, in the protocol that `serve.py`, the other side,
 describes. Each call waits for its answer, with a deadline. Where the other side dies, hangs or is cut off, the episodes
-are lost (`SimulatorLost`), and the next reset or restored state connects, or starts the program, anew; environments
-that neither was for stay without an episode.
+are lost (`SimulatorLost`), and the next reset or restored state starts the program anew, or waits until the server is
+there again; environments that neither was for stay without an episode.
 """
 
 from __future__ import annotations
@@ -107,6 +107,9 @@ def tensors(tree: Any) -> Any:
     return [tensors(part) for part in tree] if isinstance(tree, list) else tree
 
 
+_AGAIN_SECONDS = 0.2
+"""Between two tries to reach a server that was lost: nobody tells when it has been started again, and a person or a
+scheduler takes seconds to do so."""
 _END_SECONDS = 5.0
 """How long a program may take to end by itself once nobody speaks to it."""
 _BOOL = ArraySpec((), torch.bool)
@@ -137,7 +140,7 @@ class RemoteSettings:
     token: str | None = None
     """Word that the server wants to hear; None takes it from the environment variable RLINF_REMOTE_TOKEN."""
     connect_seconds: float = 120.0
-    """In which the other side must be there and have made its simulator."""
+    """In which the other side must have made its simulator, and a server that was lost be there again."""
     reset_seconds: float = 120.0
     """In which it must have begun episodes, or saved or restored states."""
     step_seconds: float = 30.0
@@ -317,17 +320,21 @@ class Remote(Simulator):
         Raises:
             CannotSimulate: it is not there, or not what it was.
         """
-        if self._socket is None and _observations(self._connect()) != self.observation_spec:
+        if self._socket is None and _observations(self._connect(again=True)) != self.observation_spec:
             self._leave()
             raise CannotSimulate(f"{self._who} came back with other observations than it had before")
 
     # The connection ---------------------------------------------------------------------------------------------------
 
-    def _connect(self) -> dict[str, Any]:
-        """Say hello; what the other side says of its simulator."""
+    def _connect(self, again: bool = False) -> dict[str, Any]:
+        """Say hello; what the other side says of its simulator.
+
+        Args:
+            again: a server was there before, so that it may be on its way up.
+        """
         deadline = time.monotonic() + self._connect_seconds
         try:
-            self._socket = self._started() if self._command is not None else self._reached()
+            self._socket = self._started() if self._command is not None else self._reached(deadline if again else 0.0)
             reply = self._ask(
                 {
                     "call": "hello",
@@ -347,7 +354,17 @@ class Remote(Simulator):
         value: dict[str, Any] = reply["value"]
         return value
 
-    def _reached(self) -> socket.socket:
+    def _reached(self, until: float) -> socket.socket:
+        """A connection to the server, which is tried for again until then."""
+        while True:
+            try:
+                return self._dial()
+            except OSError:
+                if time.monotonic() + _AGAIN_SECONDS > until:
+                    raise
+                time.sleep(_AGAIN_SECONDS)
+
+    def _dial(self) -> socket.socket:
         assert self._address is not None
         if self._address.startswith("unix:"):
             connection = socket.socket(socket.AF_UNIX)

@@ -4,8 +4,10 @@ import logging
 import socket
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 
 from rlinf.envs.base import CannotSimulate, SimulatorLost, WrongOption
 from rlinf.envs.environment import Environment, Rules
-from rlinf.envs.remote import Remote, serve
+from rlinf.envs.remote import Remote, client, serve
 from rlinf.envs.remote.client import RemoteError
 from rlinf.envs.toy import Reach
 from rlinf.envs.workers import EnvironmentPool
@@ -214,6 +216,36 @@ def test_one_that_died_is_lost_and_the_next_reset_starts_it_anew(arm):
     simulator.restore(states, torch.arange(2))  # in a program that was started for it
     again = simulator.step(torch.ones(2, 2), everyone(simulator))
     assert same(again.observation, expected.observation)
+
+
+def test_a_server_that_was_lost_is_waited_for_until_it_is_there_again(tmp_path, monkeypatch):
+    path, away, ready, waits = tmp_path / "s", tmp_path / "away", threading.Event(), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            away.rename(path)
+
+    told = (Reach, "word", f"unix:{path}", 64, lambda _: ready.set())
+    threading.Thread(target=serve.listen, args=told, daemon=True).start()
+    assert ready.wait(60)
+    simulator = Remote(2, address=f"unix:{path}", token="word", options={"dims": 2})
+    begin(simulator, [1, 2])
+    monkeypatch.setattr(client, "time", SimpleNamespace(monotonic=time.monotonic, sleep=wait))
+    for _ in range(2):
+        simulator._socket.shutdown(socket.SHUT_RDWR)
+        path.rename(away)
+        with pytest.raises(SimulatorLost):
+            simulator.step(torch.zeros(2, 2), everyone(simulator))
+        if len(waits) == 3:
+            break
+        begin(simulator, [3, 4])
+        assert simulator.step(torch.zeros(2, 2), everyone(simulator)).observation
+    simulator._connect_seconds = 0.0
+    with pytest.raises(CannotSimulate, match="such file"):
+        begin(simulator, [5, 6])
+    assert len(waits) == 3
+    simulator.close()
 
 
 async def test_a_pool_goes_on_with_other_episodes_where_the_other_side_died(caplog):

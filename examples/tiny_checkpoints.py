@@ -1,6 +1,7 @@
 """Writes tiny random checkpoints of vision-language-action models, in the form in which the real ones are published.
 
     write_tiny_flow(Path("tiny-pi05"), "pi05")      # then policy.type: pi05, policy.path: tiny-pi05
+    write_tiny_fast(Path("tiny-fast"))              # then policy.type: pi0_fast, policy.path: tiny-fast
     write_tiny_openvla(Path("tiny-openvla"))        # then policy.type: openvla, policy.path: tiny-openvla
 
 True files, names and structure, small sizes: enough to try a configuration, a flow or a trainer within seconds, without
@@ -17,12 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from tokenizers import AddedToken, Tokenizer, models, normalizers, processors
 from torch import nn
 
 from rlinf.models.policy.build import build_policy_model, save_policy
 from rlinf.models.policy.published import EXTRA
 from rlinf.models.policy.robots import OPENVLA_PROMPT
+from rlinf.models.policy.vla.fast_tokens import FastTokens
 from rlinf.models.policy.vla.gemma import AdaptiveNorm
 from rlinf.models.policy.vla.openvla import SPACE
 
@@ -86,9 +89,62 @@ def write_tiny_flow(
     return directory
 
 
-def flow_tokenizer() -> Tokenizer:
-    """One token per character, with PaliGemma's special ones."""
-    words = ["<pad>", "<eos>", "<bos>", "<unk>", *_LETTERS]
+def write_tiny_fast(
+    directory: Path,
+    model: Literal["pi0_fast"] = "pi0_fast",
+    *,
+    chunk: int = 4,
+    state: Sequence[float] = (1.0,) * 7,
+    actions: Sequence[float] = (1.0,) * 7,
+    about: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, Mapping[str, Any]] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a directory of pi0-FAST as LeRobot would, and FAST's tokens for random smooth chunks, and return it.
+
+    Args:
+        directory: made if need be.
+        model: the only one that there is.
+        chunk: actions that tokens say, H.
+        state, actions: how far each number of states and actions reaches from 0, in the robot's units.
+        about: changes of config.json.
+        sizes: changes of `SIZES`, part by part.
+        seed: of the weights, and of these chunks.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    ends = torch.rand(2, 256, 1, len(actions), generator=draw) * 2 - 1
+    along = torch.linspace(0.0, 1.0, chunk)[:, None]
+    tokens = FastTokens.fit((1 - along) * ends[0] + along * ends[1], scale=4.0, size=128)
+    words = flow_tokenizer(tokens.size)
+    parts = {part: {**SIZES[part], **(sizes or {}).get(part, {})} for part in ("vision", "language")}
+    parts["language"]["vocab_size"] = words.get_vocab_size()
+    said: dict[str, Any] = {
+        "chunk_size": chunk, "max_action_tokens": 64, "max_decoding_steps": 64, "fast_skip_tokens": 0,
+        "normalization_mapping": {"VISUAL": "IDENTITY", "STATE": "QUANTILES", "ACTION": "QUANTILES"},
+        "max_state_dim": len(state), "tokenizer_max_length": 96, **(about or {}),
+    }  # fmt: skip
+    policy = build_policy_model(
+        {
+            "type": model, "image": [28, 28, 3], "state_size": len(state), "action_size": len(actions),
+            "chunk": chunk, "seed": seed, "value_level": None, "model": said, **parts,
+            "statistics": {"actions": _spread(actions), **({"state": _spread(state)} if state else {})},
+        }
+    )  # fmt: skip
+    files = {f"fast/{name}": content for name, content in tokens.files().items()}
+    policy.files = {"tokenizer.json": words.to_str().encode(), **files}
+    save_policy(policy, directory)
+    for ours in ("policy.json", EXTRA):
+        (directory / ours).unlink()
+    return directory
+
+
+def flow_tokenizer(more: int = 0) -> Tokenizer:
+    """One token per character, with PaliGemma's special ones.
+
+    Args:
+        more: tokens behind them, which no text has.
+    """
+    words = ["<pad>", "<eos>", "<bos>", "<unk>", *_LETTERS, *(f"<seg{number:03d}>" for number in range(more))]
     return Tokenizer(
         models.BPE(vocab={word: number for number, word in enumerate(words)}, merges=[], unk_token="<unk>")
     )

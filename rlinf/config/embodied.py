@@ -227,14 +227,14 @@ class PolicyConfig:
 
     type: str | None = None
     """`mlp` and `flow` (state), `cnn` (pixels), `vla` (pixels and words), `openvla`, `openvla-oft`, `pi0`, `pi05`,
-    `gr00t`, `smolvla`, `wall_x`, `act` and `diffusion` (published ones); for sac and its like `soft` (state),
-    `soft_pixels`, or `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null takes
-    mlp, or soft."""
+    `pi0_fast`, `gr00t`, `smolvla`, `wall_x`, `act` and `diffusion` (published ones); for sac and its like `soft`
+    (state), `soft_pixels`, or `steered` (the noise of a frozen policy); or the dotted path of a class of your own. null
+    takes mlp, or soft."""
     settings: dict[str, Any] = field(default_factory=dict)
     """Further keys of that policy, such as {hidden: [128, 128], chunk: 4}; sizes come from the environment."""
     path: str | None = None
     """Directory of a saved policy to start from, instead of a new one; or, where `type` has a published form (openvla,
-    openvla-oft, pi0, pi05, gr00t, smolvla, wall_x, act, diffusion), of its authors."""
+    openvla-oft, pi0, pi05, pi0_fast, gr00t, smolvla, wall_x, act, diffusion), of its authors."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which the policy computes, where it acts as where it learns. What learns is kept in float32 by the
     trainer whatever this is, and so is everywhere what the policy's class keeps so, such as norms and value heads."""

@@ -25,6 +25,7 @@ SCALES = {
     "pi0": ("mean_std", f"{ROBOT}/norm_stats.json"),
     "pi0 relative": ("mean_std", f"{ROBOT}/norm_stats.json"),
     "pi05": ("q01_q99", f"{ROBOT}/norm_stats.json"),
+    "pi0_fast": ("q01_q99", None),
     "gr00t": ("min_max", "experiment_cfg/metadata.json"),
     "act": ("mean_std", None),
     "smolvla": ("mean_std", None),

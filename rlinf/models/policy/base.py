@@ -90,6 +90,9 @@ Stored: TypeAlias = dict[str, Tensor]
 """Inputs of `evaluate`, N rows in every tensor, so that rows of many steps concatenate and are picked one by one.
 "actions" is always there: the drawn actions, in the policy's own terms."""
 
+BROKEN = "broken"
+"""Name of what some policies store of decisions, bool [N]: what was drawn says no chunk of actions as it should."""
+
 Level = Literal["token", "action", "chunk"]
 LEVELS = ("token", "action", "chunk")
 ValueLevel = Literal["action", "chunk"]

@@ -41,6 +41,7 @@ POLICIES = {
     "openvla-oft": "rlinf.models.policy.vla.openvla.OpenVlaOftPolicy",
     "pi0": "rlinf.models.policy.vla.pi0.Pi0Policy",
     "pi05": "rlinf.models.policy.vla.pi0.Pi05Policy",
+    "pi0_fast": "rlinf.models.policy.vla.pi0_fast.Pi0FastPolicy",
     "gr00t": "rlinf.models.policy.vla.gr00t.Gr00tPolicy",
     "act": "rlinf.models.policy.act.ActPolicy",
     "diffusion": "rlinf.models.policy.diffusion.DiffusionPolicy",

@@ -41,7 +41,7 @@ from rlinf.models.policy.base import (
 from rlinf.models.policy.diffusion_network import SIZES, DiffusionNetwork
 from rlinf.models.policy.published import to_be_read
 from rlinf.models.policy.resnet import BACKBONES
-from rlinf.models.policy.robots import cameras, resized
+from rlinf.models.policy.robots import cameras, nearest_valid, resized
 from rlinf.models.policy.vla.flow import density
 
 Method = Literal["DDPM", "DDIM"]
@@ -265,7 +265,7 @@ class DiffusionPolicy(lerobot.LeRobotPolicy):
         actions, about = stored["actions"], self._noise
         rows = len(actions)
         real = torch.ones(actions.shape[:2], dtype=torch.bool, device=actions.device) if mask is None else mask.bool()
-        actions = actions.gather(1, _nearest(real)[..., None].expand_as(actions))
+        actions = actions.gather(1, nearest_valid(real)[..., None].expand_as(actions))
         random = uniforms(generator, rows, self.starts + 3, actions.device)
         noise = normals(random[:, : self.starts]).view(actions.shape)
         steps = (random[:, self.starts] * about["num_train_timesteps"]).long()
@@ -335,11 +335,3 @@ def _likely(x: Tensor, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
     certain = std == 0.0
     logprobs, entropy = (each.masked_fill(certain, 0.0) for each in density(x, mean, std))
     return logprobs, entropy
-
-
-def _nearest(real: Tensor) -> Tensor:
-    """The place of the nearest action that was done, int64 [N, H], where those are neighbours; of bool [N, H]."""
-    places = torch.arange(real.shape[1], device=real.device)
-    first = real.int().argmax(1, keepdim=True)
-    last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
-    return torch.maximum(torch.minimum(places, last), first)

@@ -136,6 +136,14 @@ def padded(x: Tensor, size: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, size - x.shape[-1]))
 
 
+def nearest_valid(real: Tensor) -> Tensor:
+    """The place of the nearest action that was done, int64 [N, H], where those are neighbours; of bool [N, H]."""
+    places = torch.arange(real.shape[1], device=real.device)
+    first = real.int().argmax(1, keepdim=True)
+    last = real.shape[1] - 1 - real.flip(1).int().argmax(1, keepdim=True)
+    return torch.maximum(torch.minimum(places, last), first)
+
+
 def to_unit(actions: Tensor, low: Tensor, high: Tensor) -> Tensor:
     """Actions in the robot's units as policies emit them: the simulator's bounds become -1 and 1.
 

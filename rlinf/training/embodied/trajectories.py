@@ -30,7 +30,7 @@ from rlinf.algos.chunk_advantages import (
 )
 from rlinf.envs.environment import Episode
 from rlinf.models.policy.actor_critic import RunningNorm
-from rlinf.models.policy.base import Stored
+from rlinf.models.policy.base import BROKEN, Stored
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -320,9 +320,16 @@ def metrics_of(parts: Sequence[Trajectory], trajectory: Trajectory, batch: Traje
         "reward/step": float(torch.where(valid, chunks.rewards, 0.0).sum()) / max(steps, 1.0),
         "episodes/lost": float(trajectory.lost),
         "learned_from": float(batch.mask.float().mean()),
+        **broken_share(trajectory),
         **summary(judged),
         **summary_by_task(judged),
     }
+
+
+def broken_share(trajectory: Trajectory) -> dict[str, float]:
+    """`actions/broken`, the share of decisions that say no chunk as they should; none where nobody says."""
+    broken, done = trajectory.stored.get(BROKEN), trajectory.chunks.valid.any(-1)
+    return {} if broken is None else {"actions/broken": float((broken & done).sum()) / max(float(done.sum()), 1.0)}
 
 
 def robot_times(episodes: Sequence[Episode]) -> dict[str, float]:

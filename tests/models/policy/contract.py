@@ -43,6 +43,7 @@ INSTANCES: dict[str, str] = {
     "smolvla": "tests.models.policy.contract.smolvla",
     "wall_x": "tests.models.policy.contract.wall_x",
     "diffusion": "tests.models.policy.contract.diffusion",
+    "pi0_fast": "tests.models.policy.vla.flow.contract.pi0_fast",
 }
 """By name, what makes an instance."""
 

@@ -233,18 +233,25 @@ class PaliGemma(nn.Module):
         """Encode pictures and text; all places see all places, as prefixes do (blocks of arXiv:2410.24164).
 
         Args:
-            pictures: uint8 [N, k, 3, side, side]; cameras that are missing are left out, which is the same as zeros
-                that nobody looks at.
+            pictures: uint8 [N, k, 3, side, side], or floats on the encoder's scale; cameras that are missing are left
+                out, which is the same as zeros that nobody looks at.
             text: tokens, int64 [N, L], padded with 0 on the right.
         """
         width = self.lm_head.weight.shape[1]
-        patches = self._patches(normalised(pictures.flatten(0, 1), HALF, HALF)).view(len(text), -1, width)
-        words = functional.embedding(text, self.lm_head.weight) * width**0.5  # pictures are not scaled
+        pixels = pictures.flatten(0, 1)
+        pixels = pixels if pixels.is_floating_point() else normalised(pixels, HALF, HALF)
+        patches = self._patches(pixels).view(len(text), -1, width)
+        words = self.embedded(text)  # pictures are not scaled
         real = functional.pad(text != 0, (patches.shape[1], 0), value=True)
         x = torch.cat([patches.to(words.dtype), words], 1)
         mask = real[:, None, :].expand(-1, x.shape[1], -1)
         hidden, cache = self.model.language_model(x, mask, real.long().cumsum(1) - 1)  # type: ignore[operator]
         return Prefix(cache, real, hidden)
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """Tokens as the language model reads them, [..., width]."""
+        words = functional.embedding(tokens, self.lm_head.weight)
+        return words * words.shape[-1] ** 0.5
 
     def _patches(self, pixels: Tensor) -> Tensor:
         """Projected features of pictures, [M, patches, width]; embeddings may be in another dtype than layers."""

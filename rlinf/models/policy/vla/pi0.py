@@ -72,14 +72,15 @@ class Prompts:
     Args:
         files: contents of a checkpoint's small files by name.
         length: tokens in a row.
+        key: of the configuration, that says how many.
 
     Raises:
         ValueError: there is no tokenizer among the files, or it cannot be read.
     """
 
-    def __init__(self, files: Mapping[str, bytes], length: int):
-        self.length = length
-        self._bos, self._encode = _tokenizer(files)
+    def __init__(self, files: Mapping[str, bytes], length: int, key: str = "prompt_length"):
+        self.length, self._key = length, key
+        self.words = _tokenizer(files)
         self._row = lru_cache(maxsize=4096)(self._encoded)  # environments say the same again at every step
 
     def encode(self, parts: Sequence[tuple[str, ...]]) -> Tensor:
@@ -93,11 +94,11 @@ class Prompts:
         return torch.tensor([self._row(each) for each in parts], dtype=torch.int64).view(len(parts), self.length)
 
     def _encoded(self, parts: tuple[str, ...]) -> tuple[int, ...]:
-        tokens = [self._bos, *(token for part in parts for token in self._encode(part))]
+        tokens = [self.words.first, *(token for part in parts for token in self.words.encode(part))]
         if len(tokens) > self.length:
             logger.warning(  # once for each text: rows are kept
-                "policy.settings.prompt_length=%d is too short for %r, which is %d tokens: its end is cut off, as by "
-                "openpi",
+                "policy.settings.%s=%d is too short for %r, which is %d tokens: its end is cut off, as by openpi",
+                self._key,
                 self.length,
                 "".join(parts),
                 len(tokens),
@@ -120,8 +121,21 @@ def written(state: Tensor) -> str:
     return " ".join(map(str, (torch.bucketize(state.double().cpu(), edges, right=True) - 1).tolist()))
 
 
-def _tokenizer(files: Mapping[str, bytes]) -> tuple[int, Callable[[str], Sequence[int]]]:
-    """The token that begins texts, and what encodes one."""
+@dataclass(frozen=True, slots=True)
+class Words:
+    """PaliGemma's tokens."""
+
+    first: int
+    """BOS, the token that begins texts."""
+    last: int
+    """EOS, the token that ends them."""
+    size: int
+    """Tokens in all."""
+    encode: Callable[[str], Sequence[int]]
+    """Tokens of a text, without those two."""
+
+
+def _tokenizer(files: Mapping[str, bytes]) -> Words:
     if "tokenizer.json" in files:
         from tokenizers import Tokenizer
 
@@ -129,9 +143,11 @@ def _tokenizer(files: Mapping[str, bytes]) -> tuple[int, Callable[[str], Sequenc
             tokenizer = Tokenizer.from_str(files["tokenizer.json"].decode())
         except Exception as error:  # of a file that may hold anything
             raise ValueError(f"policy.path: its tokenizer.json cannot be read: {error}") from error
-        if (bos := tokenizer.token_to_id("<bos>")) is None:
-            raise ValueError("policy.path: its tokenizer.json has no token <bos>: it is not PaliGemma's")
-        return bos, lambda text: tokenizer.encode(text, add_special_tokens=False).ids
+        first, last = (tokenizer.token_to_id(each) for each in ("<bos>", "<eos>"))
+        if first is None or last is None:
+            raise ValueError("policy.path: its tokenizer.json has no tokens <bos> and <eos>: it is not PaliGemma's")
+        size = tokenizer.get_vocab_size(with_added_tokens=False)
+        return Words(first, last, size, lambda text: tokenizer.encode(text, add_special_tokens=False).ids)
     pieces = [name for name in files if name.endswith("tokenizer.model")]
     if not pieces:
         raise ValueError(
@@ -146,7 +162,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> tuple[int, Callable[[str], Sequenc
             "put PaliGemma's tokenizer.json in its place"
         ) from error
     processor = SentencePieceProcessor(model_proto=files[pieces[0]])
-    return processor.bos_id(), processor.encode
+    return Words(processor.bos_id(), processor.eos_id(), processor.vocab_size(), processor.encode)
 
 
 PREFIX = "model."
@@ -155,11 +171,13 @@ UNUSED = "paligemma_with_expert.gemma_expert.lm_head.weight"
 """A tensor of checkpoints that no computation reads."""
 WORDS = "paligemma_with_expert.paligemma.lm_head.weight"
 """The embedding of words."""
-_TIED = (
+TIED = (
     "paligemma_with_expert.paligemma.model.language_model.embed_tokens.weight",
     "paligemma_with_expert.gemma_expert.model.embed_tokens.weight",
-)  # copies of the two that some programs write too
-_MAIN = "paligemma_with_expert.paligemma.model."
+)
+"""Copies of the two that some programs write too, or in their place."""
+MAIN = "paligemma_with_expert.paligemma.model."
+"""Prefix of PaliGemma's other tensors."""
 _STATS = "norm_stats.json"
 
 
@@ -178,9 +196,9 @@ def settings_in(directory: Path) -> dict[str, Any]:
     try:
         settings: dict[str, Any] = {
             "width": shapes["action_in_proj.weight"][1],
-            "vision": _vision(shapes, about),
-            "language": _gemma(shapes, f"{_MAIN}language_model.") | {"vocab_size": shapes[WORDS][0]},
-            "expert": _gemma(shapes, "paligemma_with_expert.gemma_expert.model."),
+            "vision": vision_sizes(shapes, about),
+            "language": stack_sizes(shapes, f"{MAIN}language_model.") | {"vocab_size": shapes[WORDS][0]},
+            "expert": stack_sizes(shapes, "paligemma_with_expert.gemma_expert.model."),
             "statistics": statistics_in(directory),
             **_normalised_in(directory, about),
         }
@@ -236,9 +254,9 @@ def tensors_of(directory: Path, unused: dict[str, Tensor]) -> Iterator[tuple[str
         own = ours(name)
         if own == UNUSED:
             unused[own] = tensor.clone()  # of the file that a checkpoint may replace
-        elif own == _TIED[0] and WORDS not in words:
+        elif own == TIED[0] and WORDS not in words:
             yield WORDS, tensor
-        elif own not in _TIED:
+        elif own not in TIED:
             yield own, tensor
 
 
@@ -277,7 +295,7 @@ def unused_like(state: Mapping[str, Tensor], expert_width: int) -> Tensor:
     return torch.zeros(words.shape[0], expert_width, dtype=words.dtype)
 
 
-def _gemma(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Any]:
+def stack_sizes(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Any]:
     """Sizes of a stack; all published ones have one head for keys and values, so its width is that of a head."""
     layers = len({name.split(".layers.")[1].split(".")[0] for name in shapes if name.startswith(f"{prefix}layers.")})
     first = f"{prefix}layers.0."
@@ -287,9 +305,9 @@ def _gemma(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> dict[str, Any]
     return {**sizes, "num_attention_heads": heads // head, "num_key_value_heads": 1, "head_dim": head}
 
 
-def _vision(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> dict[str, Any]:
+def vision_sizes(shapes: Mapping[str, tuple[int, ...]], about: Mapping[str, Any]) -> dict[str, Any]:
     """Sizes of the encoder; heads are 72 wide, or as many as config.json says."""
-    prefix = f"{_MAIN}vision_tower.vision_model."
+    prefix = f"{MAIN}vision_tower.vision_model."
     width, _, patch, _ = shapes[f"{prefix}embeddings.patch_embedding.weight"]
     side = round(shapes[f"{prefix}embeddings.position_embedding.weight"][0] ** 0.5) * patch
     layers = {name.split(".layers.")[1].split(".")[0] for name in shapes if name.startswith(f"{prefix}encoder.layers.")}

@@ -1,7 +1,8 @@
-"""Tiny pi0 and pi0.5 for what every policy promises to trainers."""
+"""Tiny pi0, pi0.5 and pi0-FAST for what every policy promises to trainers."""
 
 from pathlib import Path
 
+from examples.tiny_checkpoints import write_tiny_fast
 from examples.tiny_checkpoints import write_tiny_flow as write_tiny
 from tests.models.policy.contract import Instance
 
@@ -17,6 +18,12 @@ def pi0(directory: Path) -> Instance:
 def pi05(directory: Path) -> Instance:
     write_tiny(directory, "pi05")
     return Instance({"type": "pi05", **_RUN, "method": "flow_noise"}, directory, instructions=("push", "pull it"))
+
+
+def pi0_fast(directory: Path) -> Instance:
+    write_tiny_fast(directory)
+    given = {"type": "pi0_fast", "image": [32, 28, 3], "state_size": 7, "action_size": 7, "chunk": 2}
+    return Instance({**given, "critic_hidden": [16]}, directory, instructions=("push", "pull it"))
 
 
 def pi0_lora(directory: Path) -> Instance:

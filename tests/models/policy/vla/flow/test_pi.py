@@ -463,6 +463,12 @@ def test_either_file_of_a_tokenizer_is_read_and_what_is_wrong_is_said(monkeypatc
         def bos_id(self):
             return 2
 
+        def eos_id(self):
+            return 1
+
+        def vocab_size(self):
+            return 257152
+
         def encode(self, text):
             return [ord(letter) for letter in text]
 

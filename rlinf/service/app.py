@@ -296,8 +296,7 @@ class App:
         result = await self._service.promises.result(id, _POLL)
         if result is None:
             state: dict[str, Any] = {"queue_state": "active"}
-            if (missing := self._service.missing(id)) is not None:
-                reason = f"request {missing} of this model, after which this one runs, did not come"
+            if (reason := self._service.waits(id)) is not None:
                 state = {"queue_state": "paused_capacity", "queue_state_reason": reason}  # which clients print
             return web.json_response({"type": "try_again", "request_id": id, **state}, status=408)
         if isinstance(result, bytes):

@@ -14,7 +14,8 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,9 @@ class Service:
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
         self._names = itertools.count(1)
+        self._entries = asyncio.Lock(), asyncio.Lock()  # of adapters, and of whole models, into the trainer
+        self._left = asyncio.Event()  # somebody there has had a turn
+        self._waiting: dict[str, str] = {}  # why models do not come in, by their ids
         self._samplers = Samplers(session, self.store)
         self._passes: FairTurns[TokenPass, list[np.ndarray]] = FairTurns(
             lambda passes: session.trainer.token_passes(passes), _QUANTUM
@@ -287,9 +291,12 @@ class Service:
     async def _present(self, model: Model) -> None:
         """Have a model's adapters in the trainer, as its last saved state or its beginning has them."""
         model.last_turn = next(self._moments)
-        if model.open:
-            return
-        await self._make_room(whole=model.whole)
+        if not model.open:
+            async with self._entries[model.whole]:  # one after the other, so that each sees whom others let in
+                await self._make_room(model)
+                await self._open(model)
+
+    async def _open(self, model: Model) -> None:
         trainer, about = self.session.trainer, model.about
         lora = None
         if not model.whole:
@@ -306,18 +313,45 @@ class Service:
             raise
         model.open = True
 
-    async def _make_room(self, *, whole: bool) -> None:
-        """Have models of a kind that nobody asks for wait on the disk, the one first that was asked for longest ago."""
-        there = [model for model in self.models.values() if model.open and model.whole == whole]
-        room = self.config.max_whole if whole else self.config.max_open
-        for model in sorted(there, key=lambda each: each.last_turn)[: max(0, len(there) - room + 1)]:
-            if model.lock.locked() or model.gathered or model.spoilt is not None:
+    async def _make_room(self, model: Model) -> None:
+        """Have models of its kind that nobody asks for wait on the disk, the one first that was asked for longest ago.
+        Where gradients wait for a step in all of them, one of all weights waits; adapters, which are small, come in."""
+        room = self.config.max_whole if model.whole else self.config.max_open
+        while True:
+            there = [each for each in self.models.values() if each.open and each.whole == model.whole]
+            held = [each for each in there if each.gathered or each.spoilt is not None]
+            idle = [each for each in there if each not in held and not each.lock.locked()]
+            if len(there) < room or not (idle or model.whole):
+                return
+            if idle:
+                await self._park(min(idle, key=lambda each: each.last_turn))
                 continue
+            why = f"gradients of {held[0].id} wait for its optim_step" if held else "they are computing"
+            self._waiting[model.id] = f"serve.max_whole={room} models of all weights are in memory, and {why}"
+            if held:
+                logger.warning("requests of %s wait: %s", model.id, self._waiting[model.id])
+            self._left.clear()
+            try:
+                await self._left.wait()
+            finally:
+                del self._waiting[model.id]
+
+    async def _park(self, model: Model) -> None:
+        async with model.lock:
+            if model.stepped:
+                await self._save_state(model, model.order.over, {})
+            model.open = False
+            await self.session.trainer.close_model(model.adapters)
+
+    @asynccontextmanager
+    async def _using(self, model: Model) -> AsyncIterator[None]:
+        """The model is in the trainer, and whoever enters has it alone; afterwards others may want its room."""
+        try:
             async with model.lock:
-                if model.stepped:
-                    await self._save_state(model, model.order.over, {})
-                model.open = False
-                await self.session.trainer.close_model(model.adapters)
+                await self._present(model)
+                yield
+        finally:
+            self._left.set()
 
     async def _save_state(self, model: Model, number: int, results: Mapping[str, Result]) -> None:
         """Save a model's state, from which a restart goes on.
@@ -486,8 +520,8 @@ class Service:
         async def make() -> Result:
             answer: Result = {"type": "create_model", "model_id": model.id}
             try:
-                async with model.lock:
-                    await self._present(model)
+                async with self._using(model):
+                    pass
                 if model.load is not None:
                     answer = {"type": "load_weights", "path": model.load[0], "model_id": model.id}
                     await self._save_state(model, 0, {})  # its checkpoint may be deleted
@@ -533,8 +567,7 @@ class Service:
             if once and (result := self.promises.before(id)) is not None:
                 return result
             self.model(model.id)  # it may have been unloaded
-            async with model.lock:
-                await self._present(model)
+            async with self._using(model):
                 began = time.monotonic()
                 try:
                     return await work()
@@ -574,6 +607,14 @@ class Service:
         before = self.promises.before(f"{model.id}:{number}")
         if isinstance(before, dict) and "error" in before:
             raise Refused(before["error"])
+
+    def waits(self, id: str) -> str | None:
+        """Why a request waits for other models, or for one that did not come; None where it does not."""
+        if (why := self._waiting.get(id) or self._waiting.get(id.rpartition(":")[0])) is not None:
+            return why
+        if (number := self.missing(id)) is not None:
+            return f"request {number} of this model, after which this one runs, did not come"
+        return None
 
     def missing(self, id: str) -> int | None:
         """Number of a request that did not come, for which this one and all others of its model wait."""

@@ -546,7 +546,14 @@ class Service:
         return model
 
     def submit(
-        self, model: Model, number: int | None, work: Work, *, tokens: int | None = 0, once: bool = False
+        self,
+        model: Model,
+        number: int | None,
+        work: Work,
+        *,
+        tokens: int | None = 0,
+        once: bool = False,
+        computes: bool = True,
     ) -> str:
         """Promise the result of a request to a model; the same number again is the same request.
 
@@ -556,6 +563,7 @@ class Service:
             work: gives its result, when its turn has come.
             tokens: of it; None: it is not counted for its key.
             once: it is not run again after a restart, if it had a result.
+            computes: the model has to be in the trainer for it.
 
         Raises:
             Busy: its key has as many as it may have.
@@ -567,7 +575,7 @@ class Service:
             if once and (result := self.promises.before(id)) is not None:
                 return result
             self.model(model.id)  # it may have been unloaded
-            async with self._using(model):
+            async with self._using(model) if computes else model.lock:
                 began = time.monotonic()
                 try:
                     return await work()
@@ -640,7 +648,7 @@ class Service:
                 model.spoilt = str(error)
             raise Refused(str(error))
 
-        id = self.submit(model, number, refused, tokens=None)
+        id = self.submit(model, number, refused, tokens=None, computes=False)
         self.keep_request(model, id, {"call": "refuse", "seq_id": number, "error": str(error), "spoils": spoils})
 
     def keep_request(self, model: Model, id: str, facts: Mapping[str, Any], body: bytes = b"") -> None:
@@ -792,8 +800,10 @@ class Service:
         number = model.number(number)
 
         async def work() -> Result:
-            await self.session.trainer.close_model(model.adapters)
+            if model.open:
+                await self.session.trainer.close_model(model.adapters)
             del self.models[model.id]
+            self._left.set()
             result: Result = {"type": "unload_model", "model_id": model.id}
             used = self._taken(model)
             self._unloaded.update(used)
@@ -802,7 +812,7 @@ class Service:
             self.journal.end(model.line)
             return result
 
-        return self.submit(model, number, work)
+        return self.submit(model, number, work, computes=False)
 
     # Answers ------------------------------------------------------------------------------------------------------
 

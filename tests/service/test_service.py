@@ -81,7 +81,7 @@ async def test_models_that_learn_at_the_same_time_learn_bit_for_bit_what_each_le
 async def test_a_whole_model_waits_for_the_step_of_another_when_there_is_room_for_one(tmp_path, monkeypatch):
     config = load_config("configs/serve/tiny.yaml", [*TINY, f"output_dir={tmp_path}", "serve.max_whole=1"], 1)
     async with serving(config, lambda line: None) as (url, key, face), Http(url, key) as http:
-        first, other = [await http.model(rank=0) for _ in range(2)]
+        spare, first, other = [await http.model(rank=0) for _ in range(3)]
         promise = (await http.learn(first, 1))[1]
         assert isinstance((await http.ask("retrieve_future", promise))[1], bytes)
         waiting = (await http.learn(other, 1))[1]
@@ -93,6 +93,7 @@ async def test_a_whole_model_waits_for_the_step_of_another_when_there_is_room_fo
             assert (status, answer["queue_state"]) == (408, "paused_capacity")
             assert "serve.max_whole=1" in answer["queue_state_reason"]
             assert first in answer["queue_state_reason"]
+        assert (await http.done("unload_model", {"model_id": spare}))["type"] == "unload_model"  # from the disk
         await http.done("optim_step", {"model_id": first, "seq_id": 2, "adam_params": ADAM})
         assert isinstance((await http.ask("retrieve_future", waiting))[1], bytes)
         assert [each for each in (first, other) if face._service.models[each].open] == [other]

@@ -13,7 +13,7 @@ from rlinf.rewards.joined import JoinedWorkers
 from rlinf.rewards.pool import RewardPool
 from rlinf.runtime.base.errors import UserError
 from rlinf.runtime.processes.supervisor import ChildDied
-from tests.rewards.test_pool import asked, outcomes, pool, rewards, values
+from tests.rewards.test_pool import TIMEOUT, Passing, asked, outcomes, pool, rewards, values
 
 __all__ = ["rewards"]
 
@@ -61,20 +61,30 @@ async def joined(*pools):
 
 
 @contextlib.asynccontextmanager
-async def alone(function="by_word", timeout=5.0):
-    """A pool that has no workers but those that join."""
+async def alone(function="by_word"):
+    """A pool that has no workers but those that join, whose deadlines pass as those of `test_pool` do."""
     made = RewardPool(
-        f"own_rewards.{function}", None, is_async=function == "waiting", name="reward", workers=1, timeout=timeout
+        f"own_rewards.{function}", None, is_async=function == "waiting", name="reward", workers=1, timeout=TIMEOUT
     )
-    async with joined(made) as joiners:
-        await joiners.joins()
-        yield made, joiners
+    passing, start = Passing(), far_side.start_all
+
+    async def watched(workers):
+        await start(workers)
+        for worker in workers:
+            passing.watch(worker)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(far_side, "start_all", watched)
+        async with await asyncio.start_server(passing.hear, "127.0.0.1", 0) as server, joined(made) as joiners:
+            patch.setenv("TIME_PASSES", str(server.sockets[0].getsockname()[1]))
+            await joiners.joins()
+            yield made, joiners
     for runner in [*made._runners]:
         runner.cancel()
 
 
 async def test_one_that_joined_judges_as_the_judges_own_workers_do(rewards):
-    async with alone(timeout=1.5) as (judge, joiners):
+    async with alone() as (judge, joiners):
         found = await judge.score(asked("1", "raise x", "hang", "exit", "score", "2.5"))
         with pytest.raises(TypeError, match="pickle"):
             await judge.score([{"response": lambda: 1}])
@@ -84,13 +94,13 @@ async def test_one_that_joined_judges_as_the_judges_own_workers_do(rewards):
     assert outcomes(found) == ["ok", "error", "timeout", "error", "ok", "ok"]
     assert values(found) == [1, None, None, None, 0.5, 2.5]
     assert found[1].remark.startswith("KeyError: 'x'")
-    assert "than 1.5 s" in found[2].remark
+    assert f"than {TIMEOUT:g} s" in found[2].remark
     assert "exited with status 3" in found[3].remark
     assert await joiners.tasks[0] == "the job has ended"
 
 
 async def test_async_functions_have_a_deadline_each_there_too(rewards):
-    async with alone("waiting", timeout=1.5) as (judge, _):
+    async with alone("waiting") as (judge, _):
         found = await judge.score(asked("1", "hang", "raise", "3"))
     assert outcomes(found) == ["ok", "timeout", "error", "ok"]
 
@@ -109,28 +119,34 @@ def gated(response):
 """
 
 
-@pytest.mark.parametrize("end", ["lost", "told to leave"])
-async def test_what_one_had_when_it_went_is_scored_by_others_and_each_sample_once(tmp_path, monkeypatch, end):
+@pytest.fixture
+def gated(tmp_path, monkeypatch):
+    """A user's function that waits for a file."""
     (tmp_path / "gated_rewards.py").write_text(GATED)
     monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("end", ["lost", "told to leave"])
+async def test_what_one_had_when_it_went_is_scored_by_others_and_each_sample_once(gated, monkeypatch, end):
     monkeypatch.setattr("rlinf.rewards.pool._SHARE", 1)
-    judge = RewardPool("gated_rewards.gated", None, is_async=False, name="reward", workers=1, timeout=60)
+    judge = RewardPool("gated_rewards.gated", None, is_async=False, name="reward", workers=1, timeout=600)
     await judge.start()
     try:
         async with joined(judge) as joiners:
             leaves = [await joiners.joins() for _ in range(2)]
-            scored = asyncio.create_task(judge.score(asked(*(f"{tmp_path}/{number}" for number in range(6)))))
-            await until(lambda: (tmp_path / "begun").exists() and (tmp_path / "begun").read_text().count("\n") == 3)
+            scored = asyncio.create_task(judge.score(asked(*(f"{gated}/{number}" for number in range(6)))))
+            await until(lambda: (gated / "begun").exists() and (gated / "begun").read_text().count("\n") == 3)
             if end == "lost":
                 joiners.connections[0].abandon()
             else:
                 leaves[0].set()
             await until(lambda: len(joiners.judge.there) == 1)
             assert not scored.done()
-            (tmp_path / "open").touch()
+            (gated / "open").touch()
             assert values(await scored) == [*range(6)]
             assert 0 < joiners.judge.answered() <= 5
-            begun = sorted(map(int, (tmp_path / "begun").read_text().split()))
+            begun = sorted(map(int, (gated / "begun").read_text().split()))
             assert len(begun) == 7  # one had begun where it was lost
             assert {*begun} == {*range(6)}
             if end != "lost":
@@ -139,17 +155,19 @@ async def test_what_one_had_when_it_went_is_scored_by_others_and_each_sample_onc
         await judge.stop()
 
 
-async def test_a_judge_whose_own_worker_is_given_up_goes_on_by_one_that_joined_until_that_goes(rewards, monkeypatch):
+async def test_a_judge_whose_own_worker_is_given_up_goes_on_by_one_that_joined_until_that_goes(gated, monkeypatch):
     with monkeypatch.context() as fragile:
         fragile.setattr("rlinf.rewards.pool._MAX_DEATHS", 0)
-        judge = RewardPool("own_rewards.by_word", None, is_async=False, name="reward", workers=1, timeout=60)
+        judge = RewardPool("gated_rewards.gated", None, is_async=False, name="reward", workers=1, timeout=600)
     await judge.start()
     try:
         async with joined(judge) as joiners:
             await joiners.joins()
             os.kill(judge.workers[0].pid, signal.SIGKILL)
-            assert values(await judge.score(asked(*map(str, range(10))))) == [*range(10)]
-            scored = asyncio.create_task(judge.score(asked("hang")))
+            (gated / "open").touch()
+            assert values(await judge.score(asked(*(f"{gated}/{number}" for number in range(10))))) == [*range(10)]
+            (gated / "open").unlink()
+            scored = asyncio.create_task(judge.score(asked(f"{gated}/1")))
             (member,) = joiners.judge.there
             await until(lambda: member.workers[0].has == 1)
             joiners.connections[0].abandon()

@@ -107,7 +107,7 @@ test-nodes: install  ## runs over two machines made of network namespaces; needs
 	touch $@
 
 .PHONY: test-peers
-test-peers: install .venv-openpi/.installed .venv-lerobot/.installed  ## pi0, pi0.5, GR00T N1.5, SmolVLA, WALL-OSS, ACT and Diffusion Policy beside what their authors' own code (openpi, lerobot) makes of them; brings that first, 300 MB
+test-peers: install .venv-openpi/.installed .venv-lerobot/.installed  ## pi0, pi0.5, GR00T N1.5, SmolVLA, π0-FAST, WALL-OSS, ACT and Diffusion Policy beside what their authors' own code (openpi, lerobot) makes of them; brings that first, 300 MB
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest tests/peers --durations=0 $(PYTEST_ARGS)
 
 .PHONY: test-servers

@@ -30,6 +30,7 @@ bare(
     "lerobot.policies.diffusion",
     "lerobot.policies.smolvla",
     "lerobot.policies.wall_x",
+    "lerobot.policies.pi0_fast",
     "lerobot.policies.rtc",
 )
 from lerobot.configs.types import FeatureType, PolicyFeature  # noqa: E402
@@ -71,7 +72,13 @@ def features(about: dict[str, Any]) -> dict[str, Any]:
 
 def around(directory: Path) -> tuple[Any, Any]:
     """The pipelines that lie in a directory."""
-    before = PolicyProcessorPipeline.from_pretrained(directory, config_filename="policy_preprocessor.json")
+    about, overrides = json.loads((directory / "config.json").read_text()), {}
+    if about["type"] == "pi0_fast":  # a step saves neither
+        own = {"paligemma_tokenizer_name": about["text_tokenizer_name"], "fast_skip_tokens": about["fast_skip_tokens"]}
+        overrides["action_tokenizer_processor"] = own
+    before = PolicyProcessorPipeline.from_pretrained(
+        directory, config_filename="policy_preprocessor.json", overrides=overrides
+    )
     after = PolicyProcessorPipeline.from_pretrained(
         directory, config_filename="policy_postprocessor.json", to_transition=policy_action_to_transition,
         to_output=transition_to_policy_action,
@@ -94,6 +101,8 @@ def parts_of(kind: str, folder: Path) -> tuple[Any, Any, Any]:
         return modeling_diffusion.DiffusionConfig, *makers
     if kind == "wall_x":
         return wall_x(folder)
+    if kind == "pi0_fast":
+        return parts_of_pi0_fast(folder)
     from lerobot.policies.smolvla import modeling_smolvla, processor_smolvla, smolvlm_with_expert
     from transformers.models.smolvlm import modeling_smolvlm as smolvlm
 
@@ -129,6 +138,64 @@ def drawn_by_wall_x(given: dict[str, torch.Tensor]) -> None:
     noise = {"randn": lambda *_, **__: given["noise"], "randn_like": lambda *_, **__: given["noise"]}
     modeling_wall_x.torch = _With(bfloat16=torch.float32, **noise)
     modeling_wall_x.ActionHead.sample_time = lambda *_: 1 - given["time"]
+
+
+class Fast:
+    """What stands in the place of the code that lies beside FAST's tokens on a hub: by scipy, of the files alone."""
+
+    def __init__(self, directory: str, **_: Any):
+        from transformers import PreTrainedTokenizerFast
+
+        about = json.loads((Path(directory) / "processor_config.json").read_text())
+        self.scale, self.min_token = about["scale"], about["min_token"]
+        self.bpe_tokenizer = PreTrainedTokenizerFast(
+            tokenizer_file=str(Path(directory) / "tokenizer.json"), clean_up_tokenization_spaces=False
+        )
+
+    def __call__(self, chunks: torch.Tensor) -> list[list[int]]:
+        from scipy.fft import dct
+
+        rounded = (dct(chunks.double().numpy(), axis=1, norm="ortho") * self.scale).round().astype(int)
+        texts = ["".join(chr(number - self.min_token) for number in row.ravel()) for row in rounded]
+        return [self.bpe_tokenizer(text)["input_ids"] for text in texts]
+
+
+def parts_of_pi0_fast(folder: Path) -> tuple[Any, Any, Any]:
+    """See `parts_of`; by openpi's transformers, which lerobot's lines are written for, at tiny sizes."""
+    import transformers
+    from lerobot.processor import tokenizer_processor
+
+    transformers.AutoProcessor = tokenizer_processor.AutoProcessor = SimpleNamespace(from_pretrained=Fast)
+    from lerobot.policies.pi0_fast import modeling_pi0_fast, processor_pi0_fast
+
+    about = json.loads((folder / "given.json").read_text())
+    for kind, sizes in (("SiglipVisionConfig", about["vision"]), ("GemmaConfig", about["words"])):
+        config = getattr(transformers, kind)
+        plain = config.__setattr__  # keeps these sizes where lerobot sets those of the true model
+        config.__setattr__ = lambda self, name, value, plain=plain, sizes=sizes: plain(
+            self, name, sizes.get(name, value)
+        )
+
+    def paligemma() -> Any:
+        config = transformers.PaliGemmaConfig()
+        config.vision_config = transformers.SiglipVisionConfig(**about["vision"])
+        config.text_config = transformers.GemmaConfig()
+        return config
+
+    modeling_pi0_fast.CONFIG_MAPPING = {"paligemma": paligemma}
+    modeling_pi0_fast.get_gemma_config = lambda _: SimpleNamespace(**about["stack"])
+    makers = modeling_pi0_fast.PI0FastPolicy, processor_pi0_fast.make_pi0_fast_pre_post_processors
+    return modeling_pi0_fast.PI0FastConfig, *makers
+
+
+def taught(policy: Any, directory: Path, given: dict[str, torch.Tensor], texts: list[str]) -> None:
+    """Have it learn what is demonstrated, by its own loss, so that it says actions rather than any words."""
+    batch = around(directory)[0]({**batch_of(given, policy.config), "task": texts})
+    optimizer = torch.optim.Adam(policy.parameters(), lr=5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        policy.forward(batch)[0].backward()
+        optimizer.step()
 
 
 def answered(policy: Any, directory: Path, given: dict[str, torch.Tensor], texts: list[str]) -> dict[str, torch.Tensor]:
@@ -190,6 +257,8 @@ def make(kind: str, folder: Path) -> None:
     given, about = load_file(folder / "given.safetensors"), json.loads((folder / "given.json").read_text())
     config, policy, processors = parts_of(kind, folder)
     sizes = dict(about["sizes"])
+    if kind == "pi0_fast":
+        sizes |= {"text_tokenizer_name": str(folder / "words"), "action_tokenizer_name": str(folder / "fast")}
     if kind == "smolvla":
         from transformers import SmolVLMConfig
 
@@ -204,12 +273,15 @@ def make(kind: str, folder: Path) -> None:
         sizes |= {"pretrained_name_or_path": str(folder / "qwen")}
     torch.manual_seed(5)
     mine = moved(policy(config(**features(about), **sizes, device="cpu"))).eval()
-    mine.save_pretrained(folder / kind)
     statistics = {
         feature: {name: torch.tensor(row) for name, row in each.items()} for feature, each in about["numbers"].items()
     }
     for each in processors(mine.config, statistics):
         each.save_pretrained(folder / kind)
+    if kind == "pi0_fast":
+        mine.config.save_pretrained(folder / kind)
+        taught(mine, folder / kind, given, about["texts"])
+    mine.save_pretrained(folder / kind)
     save_file(answered(mine, folder / kind, given, about["texts"]), folder / "answers.safetensors")
 
 

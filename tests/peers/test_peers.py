@@ -15,6 +15,7 @@ from rlinf.data.demonstrations.statistics import Accumulator
 from rlinf.data.rng import mix
 from rlinf.models.policy.base import normals, uniforms
 from rlinf.models.policy.build import build_policy_model, load_policy, save_policy
+from rlinf.models.policy.vla.fast_tokens import FastTokens
 from rlinf.models.policy.vla.flow import follow
 from tests.models.policy.contract import wall_x_tokenizer
 from tests.models.policy.vla.gr00t.tiny import GIVEN, HEAD, MODEL, VISION, WORDS, as_lerobot, publish
@@ -24,12 +25,14 @@ SEEDS = torch.tensor([mix(3, row) for row in range(3)])
 CPU = torch.device("cpu")
 
 
-def ask(environment, program, *arguments):
-    """Run an author's code in its own environment; skip where that is not made."""
-    packages = HERE.parents[1] / f".venv-{environment}"
-    if not (packages / ".installed").is_file():
-        pytest.skip(f"{packages.name} is not there: `make test-peers` makes it")
-    env = {**os.environ, "PYTHONPATH": f"{packages}{os.pathsep}{HERE}", "HF_HUB_OFFLINE": "1"}
+def ask(environments, program, *arguments):
+    """Run an author's code in its own environment, or in several, the first before the others; skip where one is not
+    made."""
+    packages = [HERE.parents[1] / f".venv-{environment}" for environment in environments.split()]
+    if missing := [each.name for each in packages if not (each / ".installed").is_file()]:
+        pytest.skip(f"{missing[0]} is not there: `make test-peers` makes it")
+    paths = os.pathsep.join(map(str, [*packages, HERE]))
+    env = {**os.environ, "PYTHONPATH": paths, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         [sys.executable, HERE / program, *map(str, arguments)], env=env, text=True, capture_output=True
     )
@@ -332,7 +335,7 @@ def check_saved_alike(policy, directory, tmp_path):
             assert mine.read_bytes() == file.read_bytes()
 
 
-def check_goes_back(kind, folder, learners, answer, dropping=()):
+def check_goes_back(kind, folder, learners, answer, dropping=(), environments="lerobot"):
     """Policies that learn here are loaded by lerobot, and act and lose the same there.
 
     Args:
@@ -341,12 +344,13 @@ def check_goes_back(kind, folder, learners, answer, dropping=()):
         learners: policies by the names under which they are saved.
         answer: of one: its actions in the robot's units, and its loss.
         dropping: names of those that drop out in lerobot, so that losses differ.
+        environments: that lerobot runs in.
     """
     for name, learner in learners.items():
         losses = learned(lambda learner=learner: answer(learner)[1], learner.parameters())
         assert losses[-1] < losses[0]
         save_policy(learner, folder / name)
-    ask("lerobot", "by_lerobot_policies.py", "load", kind, folder, *learners)
+    ask(environments, "by_lerobot_policies.py", "load", kind, folder, *learners)
     for name, learner in learners.items():
         theirs = load_file(folder / f"{name}.safetensors")
         with torch.no_grad():
@@ -489,6 +493,78 @@ def test_wall_oss_that_learned_here_goes_back_to_lerobot_with_its_numbers(wall_x
     settings = {"type": "wall_x", **BOUNDS, **type(policy).with_statistics("mine", measured(given), 3)}
     learners = {"tuned": load_policy(folder / "wall_x", settings)}
     check_goes_back("wall_x", folder, learners, lambda mine: flowed(mine, given))
+
+
+PALIGEMMA = {
+    "vision": {
+        "hidden_size": 144, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "image_size": 56, "patch_size": 14, "projection_dim": 48, "vision_use_head": False,
+    },
+    "stack": {"width": 48, "depth": 2, "mlp_dim": 64, "num_heads": 4, "num_kv_heads": 1, "head_dim": 16},
+}  # fmt: skip
+BOTH = "openpi lerobot"
+"""Openpi's transformers before lerobot's, since lerobot's lines for PaliGemma are written for those."""
+
+
+@pytest.fixture(scope="module")
+def pi0_fast(tmp_path_factory):
+    """(ours, what was given, lerobot's answers, folder with its directory `pi0_fast`)."""
+    folder = tmp_path_factory.mktemp("pi0_fast")
+    given = robot(side=56, state=5, horizon=7)
+    ends, along = given["actions"][..., :4], torch.linspace(0, 1, 7)[:, None]
+    given["actions"] = (ends[:, :1] * (1 - along) + ends[:, 1:2] * along).contiguous()
+    given |= {"pads": torch.zeros(3, 7, dtype=torch.uint8), "rgb": given["rgb"][:, :40].contiguous()}
+    save_file(given, folder / "given.safetensors")
+    fast = FastTokens.fit(given["actions"] * 2, scale=5.0, size=64)
+    words = flow_tokenizer(fast.size)
+    for name, files in (("fast", fast.files()), ("words", {"tokenizer.json": words.to_str().encode()})):
+        (folder / name).mkdir()
+        for file, content in files.items():
+            (folder / name / file).write_bytes(content)
+    (folder / "words" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "GemmaTokenizer", "pad_token": "<pad>"})
+    )
+    cameras = {f"observation.images.{name}": ("VISUAL", (3, 40, 56)) for name in ("top", "wrist")}
+    about = {
+        **PALIGEMMA, "words": {"vocab_size": words.get_vocab_size()}, "texts": TEXTS, "numbers": NUMBERS,
+        "inputs": {**cameras, **STATE}, "outputs": {"action": ("ACTION", (4,))}, "sizes": {
+            "chunk_size": 7, "n_action_steps": 7, "image_resolution": (56, 56), "max_action_tokens": 64,
+            "max_decoding_steps": 48, "fast_skip_tokens": 0, "validate_action_token_prefix": False,
+        },
+    }  # fmt: skip
+    (folder / "given.json").write_text(json.dumps(about))
+    ask(BOTH, "by_lerobot_policies.py", "make", "pi0_fast", folder)
+    (folder / "pi0_fast" / "tokenizer.json").symlink_to(folder / "words" / "tokenizer.json")
+    policy = load_policy(folder / "pi0_fast", {"type": "pi0_fast", **BOUNDS})
+    return policy, given, load_file(folder / "answers.safetensors"), folder
+
+
+def spoken(policy, given):
+    """Actions in the robot's units, and the loss of what is demonstrated."""
+    observation = {"rgb": given["rgb"], "state": given["state"]}
+    acted = policy.act(observation, instructions=TEXTS, greedy=True).actions * BOUND
+    stored = policy.demonstrated(observation, given["actions"] / BOUND, TEXTS)
+    return acted, policy.imitate(stored).mean().float()
+
+
+def test_pi0_fast_of_lerobot_acts_and_loses_the_same(pi0_fast):
+    policy, given, answers, _ = pi0_fast
+    with torch.no_grad():
+        acted, lost = spoken(policy, given)
+    torch.testing.assert_close(acted, answers["actions"], atol=1e-4, rtol=1e-4)
+    assert answers["actions"].std() > 0.1
+    torch.testing.assert_close(lost, answers["loss"], atol=1e-4, rtol=1e-4)
+
+
+def test_pi0_fast_that_learned_here_goes_back_to_lerobot_with_its_numbers(pi0_fast, tmp_path):
+    policy, given, _, folder = pi0_fast
+    check_saved_alike(policy, folder / "pi0_fast", tmp_path)
+    # so near to what it knows that it goes on saying whole chunks: otherwise lerobot may say any words, unlike this
+    row = NUMBERS["action"]
+    near = {**row, "mean": [0.002 + each for each in row["mean"]]}
+    settings = {"type": "pi0_fast", **BOUNDS, "statistics": {"state": NUMBERS["observation.state"], "actions": near}}
+    learners = {"tuned": load_policy(folder / "pi0_fast", settings)}
+    check_goes_back("pi0_fast", folder, learners, lambda mine: spoken(mine, given), environments=BOTH)
 
 
 TINY = {

@@ -283,7 +283,7 @@ def read_parquet(path: Path) -> TableRows:
             groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
             schema = file.schema_arrow
     except pyarrow.ArrowException as error:
-        raise DataError(f"{path} is no parquet file: {error}") from error
+        raise DataError(f"{path} is no parquet file: {error} Write or copy it anew, or name another one") from error
     return TableRows(str(path), pyarrow.concat_tables(groups) if groups else schema.empty_table())
 
 
@@ -509,8 +509,9 @@ class Columns:
                 guesses = [*([inherited[ours]] if inherited and ours in inherited else []), *_GUESSES[ours]]
                 matches[ours] = next((_kept(guess) for guess in guesses if not _missing(guess, rows)), None)
         if matches["prompt"] is None and (template is None or "prompt" in fields(template)):
+            void = ", and prompt is null in those rows that were looked at" if "prompt" in names else ""
             raise DataError(
-                f"{where} has no column for the prompt; there are {names}. Name it in data.columns, such as "
+                f"{where} has no column for the prompt; there are {names}{void}. Name it in data.columns, such as "
                 "{prompt: question}, or make the prompt from columns by data.template"
             )
         others = tuple(name for name in fields(template or "", rows) if name not in ("prompt", "choices"))

@@ -65,6 +65,7 @@ def test_what_was_said_for_other_data_holds_where_it_fits():
     ("row", "given", "text"),
     [
         ({"text": "a"}, {}, r"column.*prompt"),
+        ({"prompt": None, "answer": "b"}, {}, r"prompt is null"),
         ({"question": "a"}, {"prompt": "quesiton"}, r"'quesiton'.*'question'\?"),
         (VERL, {"answer": "reward_model.truth"}, r"column 'reward_model\.truth'.*answer"),
         ({"prompt": "a"}, {"promt": "a"}, r"\['promt'\].*none"),

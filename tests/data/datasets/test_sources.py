@@ -99,6 +99,13 @@ def test_what_is_not_there_is_said(source, text):
         open_rows(source)
 
 
+def test_a_parquet_file_that_was_cut_short_is_refused_with_advice(tmp_path):
+    whole = write(tmp_path / "a.parquet", [{"prompt": "a"}])
+    (tmp_path / "cut.parquet").write_bytes(whole.read_bytes()[:-9])
+    with pytest.raises(DataError, match=r"cut\.parquet.*anew"):
+        open_rows(tmp_path / "cut.parquet")
+
+
 def test_a_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("hello")
     with pytest.raises(DataError, match=r"a\.txt.*none.*\.jsonl, \.json, \.csv, \.parquet"):

@@ -176,11 +176,11 @@ def load_data(
     else:
         assert sources.train is not None
         make = partial(_prompt_maker, encoder, how, reader, rooms.train)
-        opened = _open(open_rows(sources.train, split=sources.split), make, sources.shuffle)
+        opened = _open(_rows_at("data.train", sources.train, sources.split), make, sources.shuffle)
     notes = opened.notes
     if sources.evaluation is not None and sources.problems:
         make = partial(_prompt_maker, encoder, how, reader, rooms.evaluation, own=sources.evaluation_columns)
-        evaluated = open_rows(sources.evaluation, split=sources.evaluation_split)
+        evaluated = _rows_at("evaluation.data", sources.evaluation, sources.evaluation_split)
         held_out, more = _evaluated_on(evaluated, make, sources.problems)
         notes += more
     benchmarks: dict[str, list[Prompt]] = {}
@@ -250,6 +250,18 @@ def _open(rows: Rows | Iterated, make: MakerOf[Item], shuffle: bool) -> _Opened[
     maker, note = _checked(rows, make)
     names = sorted({name for row in readable(rows) for name in row})
     return _Opened(lambda seed: PromptStream(table, maker, seed=seed, shuffle=shuffle), tuple(names), (note,))
+
+
+def _rows_at(key: str, source: Any, split: str) -> Rows | Iterated:
+    """Rows of what a key names.
+
+    Raises:
+        DataError: there are none, or they cannot be read; the text has the key.
+    """
+    try:
+        return open_rows(source, split=split)
+    except DataError as error:
+        raise DataError(f"{key}: {str(error).removeprefix('data: ')}") from error
 
 
 def _checked(rows: Rows, make: MakerOf[Item]) -> tuple[Maker[Item], str]:
@@ -443,12 +455,12 @@ def load_conversations(
     others: Rows | Iterated | None = None
     if task is None:
         assert where.train is not None
-        rows = open_rows(where.train, split=where.split)
+        rows = _rows_at("data.train", where.train, where.split)
     else:
         rows = _of_task(f"task {where.task}", task.train, how)
         others = _of_task(f"task {where.task}, held out", task.held_out, how)
     if where.evaluation is not None:
-        others = open_rows(where.evaluation, split=where.evaluation_split)
+        others = _rows_at("evaluation.data", where.evaluation, where.evaluation_split)
     opened = _open(rows, partial(_group_maker, encoder, how, how.columns), where.shuffle)
     held_out: list[Group] = []
     notes = opened.notes

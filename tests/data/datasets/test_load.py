@@ -224,3 +224,11 @@ def test_what_comes_only_once_is_not_handed_out_twice(tokenizer):
     worked = data.examples(8)
     rest = data.train.take(12)
     assert len(worked) + len({prompt.text for prompt in rest}) == 20
+
+
+@pytest.mark.parametrize(("key", "name"), [("data.train", "train"), ("evaluation.data", "evaluation")])
+def test_a_file_that_cannot_be_read_is_told_with_its_key(tokenizer, tmp_path, key, name):
+    (tmp_path / "cut.json").write_text('[{"prompt": "a", "ans')
+    files = {"train": [{"prompt": "a", "answer": "b"}], name: tmp_path / "cut.json"}
+    with pytest.raises(DataError, match=rf"^{key}: .*cut\.json is no JSON"):
+        load_data(tokenizer, problems=1, **files)

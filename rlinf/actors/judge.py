@@ -228,9 +228,13 @@ class Judge(Actor):
         return joined
 
     @endpoint
-    async def joinable(self, token: str) -> tuple[int, str]:
-        """How many have joined this rank to score or are about to, and where one more may, which knows this token: rank
-        0 sends those who come to whoever has fewest.
+    async def joinable(self, token: str, one_more: bool = False) -> tuple[int, str]:
+        """How many have joined this rank to score or are about to, and where one more may: rank 0 sends those who come
+        to whoever has fewest.
+
+        Args:
+            token: that one who joins must know.
+            one_more: another one is sent here.
 
         Raises:
             UserError: it cannot listen.
@@ -238,10 +242,10 @@ class Judge(Actor):
         assert self._joined is not None
         if self._joined.where is None:
             await listen_beside(self._joined.listen, str(self._join), token)
-        return self._joined.coming, str(self._joined.where)
+        return self._joined.coming(one_more=one_more), str(self._joined.where)
 
     async def _fewest(self, token: str, here: int) -> str | None:
-        return await fewest((self.group[rank].joinable(token) for rank in range(1, self.world_size)), here)
+        return await fewest(lambda rank, sent: self.group[rank].joinable(token, sent), range(1, self.world_size), here)
 
     async def close(self) -> None:
         """End with those who joined, and end the child processes."""

@@ -139,9 +139,13 @@ class Rollout(Receiver):
         self._sent[what] += bytes  # told with the next weights: it happens after the step's end, beside the next
 
     @endpoint
-    async def joinable(self, token: str) -> tuple[int, str]:
-        """How many engines have joined this rank or are about to, and where one more may, which knows this token: rank
-        0 sends those who come to whoever has fewest.
+    async def joinable(self, token: str, one_more: bool = False) -> tuple[int, str]:
+        """How many engines have joined this rank or are about to, and where one more may: rank 0 sends those who come
+        to whoever has fewest.
+
+        Args:
+            token: that one who joins must know.
+            one_more: another one is sent here.
 
         Raises:
             UserError: it cannot listen.
@@ -149,11 +153,11 @@ class Rollout(Receiver):
         assert self._pool is not None
         if self._pool.where is None:
             await listen_beside(self._pool.listen, str(self._join), token)
-        return self._pool.coming, str(self._pool.where)
+        return self._pool.coming(one_more=one_more), str(self._pool.where)
 
     async def _fewest(self, token: str, here: int) -> str | None:
         """Where the next engine is to join; None: at rank 0, which has so many."""
-        return await fewest((self.group[rank].joinable(token) for rank in range(1, self.world_size)), here)
+        return await fewest(lambda rank, sent: self.group[rank].joinable(token, sent), range(1, self.world_size), here)
 
     @endpoint
     async def computes(self) -> Way:

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
-from operator import itemgetter
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 Elsewhere = Callable[[str, int], Awaitable[str | None]]
 """Given the token, and how many have joined here, says at which "host:port" one more is to join; None: here."""
+
+_ON_THE_WAY = 60.0
+"""Seconds in which one that was sent is counted where it was sent to: far longer than its way, and not for good."""
 
 
 def listens_at(join: str) -> str:
@@ -56,17 +59,20 @@ async def listen_beside(listen: Callable[[str, str | None, str], Awaitable[str]]
         await listen(f"{outward_address()}:0", None, token)
 
 
-async def fewest(counts: Iterable[Awaitable[tuple[int, str]]], here: int) -> str | None:
+async def fewest(ask: Callable[[int, bool], Awaitable[tuple[int, str]]], ranks: range, here: int) -> str | None:
     """Where the next one is to join; None: here, where there are so many.
 
     Args:
-        counts: of each other rank: how many have joined it or are about to, and where one more may.
-        here: how many have joined here, or are about to.
+        ask: asks another rank how many have joined it or are about to, and where one more may; True: it is sent one.
+        ranks: the others.
+        here: how many have joined here.
     """
-    answers = await asyncio.gather(*counts, return_exceptions=True)  # one that cannot listen gets none
-    places = [answer for answer in answers if isinstance(answer, tuple)]
-    count, where = min(places, key=itemgetter(0), default=(here, None))
-    return where if count < here else None
+    answers = await asyncio.gather(*(ask(rank, False) for rank in ranks), return_exceptions=True)
+    places = [  # one that cannot listen gets none
+        (answer[0], rank) for rank, answer in zip(ranks, answers, strict=True) if isinstance(answer, tuple)
+    ]
+    count, rank = min(places, default=(here, 0))
+    return (await ask(rank, True))[1] if count < here else None
 
 
 class JobLost(ConnectionError):
@@ -118,11 +124,24 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._file: Path | None = None
+        self._here = 0
+        """How many joined here, of those who were asked about elsewhere."""
+        self._sending = asyncio.Lock()  # those who come together would all be sent to one place
+        self._expected: deque[float] = deque()
+        """Until when each of those who were sent here is counted."""
 
-    @property
-    def coming(self) -> int:
-        """How many have joined, or are about to."""
-        return len(self._tasks)
+    def coming(self, *, one_more: bool = False) -> int:
+        """How many have joined, or are about to.
+
+        Args:
+            one_more: another one was sent here, and is counted from now on.
+        """
+        now = asyncio.get_running_loop().time()
+        while self._expected and self._expected[0] < now:
+            self._expected.popleft()
+        if one_more:
+            self._expected.append(now + _ON_THE_WAY)
+        return len(self._tasks) + len(self._expected)
 
     async def open(self, place: str, directory: str | None, token: str | None = None) -> str:
         """Let others join at "host:port"; returns where it listens.
@@ -141,6 +160,8 @@ class Listener:
         def came(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(self._serve(reader, writer, secret))
             self._tasks.add(task)
+            if self._expected:
+                self._expected.popleft()
             task.add_done_callback(self._tasks.discard)
 
         try:
@@ -165,9 +186,15 @@ class Listener:
             return
         joiner: Joiner | None = None
         there: str | None = None
+        here = 0
         reason = "its process has ended, or the network to it"
         try:
-            if self._elsewhere is not None and (there := await self._elsewhere(token, self.coming - 1)) is not None:
+            if self._elsewhere is not None:
+                async with self._sending:
+                    there = await self._elsewhere(token, self._here)
+                    here = int(there is None)
+                    self._here += here
+            if there is not None:
                 await connection.close("go", there)
                 return
             connection.send("make", self.made_of)
@@ -185,6 +212,7 @@ class Listener:
             reason = f"{type(error).__name__}: {error}"
         finally:
             connection.abandon()
+            self._here -= here
             if there is None:
                 self._joinable.left(joiner, connection.peer, reason)
 

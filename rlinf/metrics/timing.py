@@ -120,13 +120,14 @@ def timing(lap: Lap) -> dict[str, float]:
 
 
 def parts(lap: Lap) -> dict[str, float]:
-    """The metrics that actors told of in a step (`Actor.note`): bytes and tokens of all, seconds of the slowest, and
-    the largest error or count.
+    """The metrics that actors told of in a step (`Actor.note`): bytes and tokens of all, seconds of the slowest, the
+    largest error, and of counts the sum of each one's largest.
 
     `weights/send_seconds` is the time from a trainer's having packed its weights to their arrival at the last receiver.
     """
     metrics: dict[str, float] = defaultdict(float)
     seconds: dict[tuple[str, str], float] = defaultdict(float)
+    counts: dict[tuple[str, str], float] = defaultdict(float)
     packed, arrived = [], []
     for span in lap.parts:
         if span.what == PACKED:
@@ -135,12 +136,16 @@ def parts(lap: Lap) -> dict[str, float]:
             arrived.append(span.end)
         if span.what.endswith(("_bytes", "_tokens")):
             metrics[span.what] += span.bytes
-        elif span.what.endswith(("_error", "_count")):
+        elif span.what.endswith("_error"):
             metrics[span.what] = max(metrics[span.what], span.bytes)
+        elif span.what.endswith("_count"):
+            counts[span.what, span.actor] = max(counts[span.what, span.actor], span.bytes)
         elif span.what.endswith("_seconds"):
             seconds[span.what, span.actor] += span.end - span.start
     for (what, _), each in seconds.items():
         metrics[what] = max(metrics[what], each)
+    for (what, _), count in counts.items():
+        metrics[what] += count
     sent = [at - max(before) for at in arrived if (before := [end for end in packed if end <= at])]
     return {**metrics, **({"weights/send_seconds": max(sent)} if sent else {})}
 

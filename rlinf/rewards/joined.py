@@ -138,10 +138,9 @@ class JoinedWorkers:
         made_of = {"pools": [pool.made_of for pool in pools], "count": count}
         self._listener = Listener(self, "reward", name, made_of, elsewhere)
 
-    @property
-    def coming(self) -> int:
-        """How many have joined, or are about to."""
-        return self._listener.coming
+    def coming(self, *, one_more: bool = False) -> int:
+        """How many have joined, or are about to; see `Listener.coming`."""
+        return self._listener.coming(one_more=one_more)
 
     def answered(self) -> int:
         """How many answers those who joined have scored since this was last asked."""

@@ -68,17 +68,16 @@ async def test_workers_of_other_processes_join_the_rank_that_has_fewest_and_are_
 
     monkeypatch.setenv("RLINF_JOIN_TOKEN", "of this job")
     ready = asyncio.Semaphore(0)
-    async with ActorSystem.local(2) as system:
+    async with ActorSystem.local(3) as system:
         many = {"workers": 1, "isolate": "always", "join": "127.0.0.1:0", "directory": str(tmp_path)}
-        judges = await system.spawn(Judge, name="judge", hosts=[0, 1], **many)
-        helpers = []
+        judges = await system.spawn(Judge, name="judge", hosts=[0, 1, 2], **many)
+        helpers = [asyncio.create_task(helps(read(tmp_path, "reward")[0])) for _ in judges]  # all at once
         for _ in judges:
-            helpers.append(asyncio.create_task(helps(read(tmp_path, "reward")[0])))
             await ready.acquire()
         groups = await asyncio.gather(*(judge.score(answered("12", "21")) for judge in judges))
-        assert [group.rewards for group in groups] == [[1, 0]] * 2
-        assert [scored.joined for scored in await judges.scored()] == [1, 1]
-    assert await asyncio.gather(*helpers) == ["the job has ended"] * 2
+        assert [group.rewards for group in groups] == [[1, 0]] * 3
+        assert [scored.joined for scored in await judges.scored()] == [1, 1, 1]
+    assert await asyncio.gather(*helpers) == ["the job has ended"] * 3
     async with ActorSystem.local() as system:
         with pytest.raises(UserError, match=r"reward\.join.*reward\.isolate=always"):
             await judge_of(system, join="127.0.0.1:0")

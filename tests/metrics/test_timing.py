@@ -130,6 +130,8 @@ def test_parts_of_the_slowest_count_and_bytes_add_up():
         part("rollout[0]", "weights/int8_error", 5.6, 5.6, 0.01),
         part("rollout[1]", "weights/int8_error", 5.6, 5.6, 0.02),
         part("rollout[0]", "rollout/joined_count", 5.6, 5.6, 2),
+        part("rollout[0]", "rollout/joined_count", 5.7, 5.7, 1),
+        part("rollout[1]", "rollout/joined_count", 5.6, 5.6, 1),
     )
     assert parts(Lap(0.0, 10.0, (), parts=told)) == {
         "weights/gather_seconds": 2.0,
@@ -139,7 +141,7 @@ def test_parts_of_the_slowest_count_and_bytes_add_up():
         "weights/host_bytes": 200,
         "weights/device_bytes": 7,
         "weights/int8_error": 0.02,
-        "rollout/joined_count": 2,
+        "rollout/joined_count": 3,
     }
 
 

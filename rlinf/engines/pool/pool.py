@@ -538,10 +538,9 @@ class Pool(Engine):
 
     # Joining and leaving ----------------------------------------------------------------------------------------------
 
-    @property
-    def coming(self) -> int:
-        """How many have joined, or are about to."""
-        return self._listener.coming
+    def coming(self, *, one_more: bool = False) -> int:
+        """How many have joined, or are about to; see `Listener.coming`."""
+        return self._listener.coming(one_more=one_more)
 
     async def listen(self, place: str, directory: str | None, token: str | None = None) -> str:
         """Let engines join; see `Listener.open`."""

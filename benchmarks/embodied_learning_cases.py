@@ -188,6 +188,39 @@ CASES = {
             },
         },
     ),
+    # π0-FAST from the same pictures: true structure, tokenizers and files, FAST's tokens made for straight lines. Two
+    # actions are decided at a time, by as many tokens as it takes. All of it learns, as in pi05-ppo.
+    "pi0_fast-ppo": Case(
+        task="1-D, pixels and words, distance as reward",
+        simulator="rlinf.envs.toy.Reach",
+        options={"dims": 1, "pixels": 16},
+        policy={
+            "type": "pi0_fast",
+            "instruction": "reach",
+            "state_size": 0,
+            "chunk": 2,
+            "reads_bos": False,
+            "critic_hidden": (64, 64),
+        },
+        algorithm={"name": "ppo", "overrides": {"advantage": {"gamma": 0.9, "lam": 0.95}}},
+        learning={"lr": 2e-4, "critic_lr": 3e-3, "critic_warmup": 4, "epochs": 2, "minibatch": 128},
+        demonstrations=512,
+        imitation={"steps": 100, "batch": 64, "lr": 1e-3},
+        parts=20,
+        enough=0.65,
+        num_envs=64,
+        steps=60,
+        checkpoint={
+            "chunk": 2,
+            "state": (),
+            "actions": (REACH,),
+            "about": {"tokenizer_max_length": 24, "max_action_tokens": 20, "max_decoding_steps": 16},
+            "sizes": {
+                "vision": {**_LAYER, "image_size": 16, "patch_size": 4},
+                "language": {**_LAYER, "num_hidden_layers": 2, "head_dim": 32},
+            },
+        },
+    ),
     # The small policy that denoises, once by each way to draw, from a few demonstrations.
     "flow_sde-ppo": _flow("flow_sde"),
     "flow_noise-ppo": _flow("flow_noise"),

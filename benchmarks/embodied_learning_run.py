@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.embodied_learning_cases import Case, Expert, parameters
-from examples.tiny_checkpoints import write_tiny_flow, write_tiny_openvla
+from examples import tiny_checkpoints
 from rlinf.actors.env import EnvActor
 from rlinf.actors.policy import PolicyActor
 from rlinf.actors.policy_trainer import PolicyTrainer
@@ -31,6 +31,12 @@ from rlinf.training.embodied.trajectories import summary
 
 _SHOWN, _TRIED = 1 << 20, 1 << 21
 """First seeds of demonstrations and of trials, so that starts are others than those that are learned from."""
+_WRITERS: Mapping[str, Any] = {
+    "pi05": tiny_checkpoints.write_tiny_flow,
+    "pi0_fast": tiny_checkpoints.write_tiny_fast,
+    "openvla-oft": tiny_checkpoints.write_tiny_openvla,
+}
+"""Writers of checkpoints by type of the policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +79,7 @@ async def outcome(name: str, case: Case, seed: int, directory: Path, episodes: i
         env, config = await _environments(system, case, seed)
         path = None
         if case.checkpoint is not None:
-            write_tiny: Any = write_tiny_flow if config["type"] in ("pi0", "pi05") else write_tiny_openvla
+            write_tiny = _WRITERS[config["type"]]
             path = str(write_tiny(directory / "checkpoint", config["type"], seed=seed, **case.checkpoint))
         learning = {"algorithm": case.algorithm, "group_size": case.group_size, "seed": seed, **case.learning}
         policy = await system.spawn(PolicyActor, name="policy", policy=config, path=path)

@@ -30,20 +30,9 @@ from torch.nn import functional
 
 from rlinf.algos.loss_sum import LossSum
 from rlinf.data.demonstrations.statistics import FeatureStatistics
-from rlinf.models.policy import lerobot
+from rlinf.models.policy import base, lerobot
 from rlinf.models.policy.actor_critic import perceptron
-from rlinf.models.policy.base import (
-    BROKEN,
-    Drawn,
-    Evaluated,
-    Generator,
-    Level,
-    Observation,
-    Policy,
-    PolicyConfig,
-    Stored,
-    looked_at,
-)
+from rlinf.models.policy.base import Generator, Observation, Policy, PolicyConfig, Stored
 from rlinf.models.policy.published import tensor_files, tensor_shapes, to_be_read, write_sharded
 from rlinf.models.policy.robots import RobotActions, Scaling, cameras, nearest_valid, padded
 from rlinf.models.policy.vla import pi0
@@ -83,7 +72,7 @@ class Pi0FastConfig(PolicyConfig):
     """Height, width and channels of the observation's "rgb": 3 for each camera."""
     state_size: int = 0
     """Numbers of the observation's "state"; 0 does not look at it."""
-    level: Level = "chunk"
+    level: base.Level = "chunk"
     """The unit that has a log-prob of its own: the chunk, of which every token says something."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """LeRobot's config.json; keys that are missing are as LeRobot's."""
@@ -297,11 +286,11 @@ class Pi0FastPolicy(Policy):
         config, where = self.config, "policy pi0_fast"
         if self._prompts is None:
             raise ValueError(f"{where}: it reads with its checkpoint's tokenizer: set policy.path")
-        pictures = cameras(looked_at(observation, "rgb", config.image, where))
+        pictures = cameras(base.looked_at(observation, "rgb", config.image, where))
         pictures = pictures[:, : len(lerobot.cameras_of(config.about))].contiguous()
         state = torch.zeros(len(pictures), 0)
         if config.state_size:
-            state, _ = self._around.states(looked_at(observation, "state", (config.state_size,), where).float())
+            state, _ = self._around.states(base.looked_at(observation, "state", (config.state_size,), where).float())
         texts = [config.instruction] * len(pictures) if instructions is None else list(instructions)
         rows = zip(texts, padded(state, max(config.about["max_state_dim"], config.state_size)), strict=True)
         prompts = [
@@ -325,7 +314,7 @@ class Pi0FastPolicy(Policy):
 
     # What comes out ---------------------------------------------------------------------------------------------------
 
-    def draw(self, inputs: Stored, noise: Tensor | None) -> Drawn:
+    def draw(self, inputs: Stored, noise: Tensor | None) -> base.Drawn:
         """See `Policy.draw`: one token after the other, until all rows have ended. Log-probs are [N, 1, T]."""
         own, rows, count = self.vocabulary, len(inputs["text"]), self.randomness
         prefix, opening = self._beginning(inputs)
@@ -350,9 +339,9 @@ class Pi0FastPolicy(Policy):
         if bool(broken.any()):
             _tell_broken(self.config.wrong_length)
         actions = self._robot.to_simulator(numbers[:, : self.config.chunk].to(opening.device))
-        return Drawn(actions, words, logprobs[:, None], values, also={BROKEN: broken.to(opening.device)})
+        return base.Drawn(actions, words, logprobs[:, None], values, also={base.BROKEN: broken.to(opening.device)})
 
-    def score(self, stored: Stored) -> Evaluated:
+    def score(self, stored: Stored) -> base.Evaluated:
         """See `Policy.score`: all tokens in one pass, log-probs [N, 1, T]."""
         words, own = stored["actions"], self.vocabulary
         if words.is_floating_point():
@@ -366,7 +355,7 @@ class Pi0FastPolicy(Policy):
         rows = (torch.where(counts, row, 0.0) for row in (logprobs, entropy(each)))
         behind = words.shape[1] - length
         likely, unsure = (functional.pad(row, (0, behind))[:, None] for row in rows)
-        return Evaluated(likely, unsure, self._values(hidden[:, 0]))
+        return base.Evaluated(likely, unsure, self._values(hidden[:, 0]))
 
     @torch.no_grad()
     def value(self, observation: Observation, instructions: Sequence[str] | None = None) -> Tensor:

@@ -27,8 +27,8 @@ def house():
 @pytest.mark.parametrize(
     ("count", "ceiling"),
     [
-        pytest.param(lambda house: house.code.total(), 91_394, id="lines of code"),
-        pytest.param(lambda house: len(house.code), 479, id="files"),
+        pytest.param(lambda house: house.code.total(), 92_864, id="lines of code"),
+        pytest.param(lambda house: len(house.code), 485, id="files"),
         pytest.param(lambda house: house.import_share, 0.08, id="share of lines that import"),
         pytest.param(lambda house: len(house.small_modules), 24, id="small modules with one importer"),
         pytest.param(lambda house: len(house.lone_bases), 3, id="base classes with one subclass, in another file"),

@@ -3,11 +3,13 @@ lost or repeated.
 
 python -m tests.drills.test_joining 20 grpo_async           # beside the run's own engine
 python -m tests.drills.test_joining 20 grpo_async alone     # where they alone generate
+python -m tests.drills.test_joining 20 grpo_async far       # on another machine, a network namespace, with all it has
 python -m tests.drills.test_joining 20 reward               # of those that score
 """
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import sys
@@ -23,6 +25,7 @@ from rlinf.joining.address import FILES
 from rlinf.storage.files import read_lines
 from tests.drills.run import PATIENCE, Drill
 from tests.launching import ROOT, equal, metrics_of, start, steps_noted
+from tests.nodes.network import Network, Torchrun
 from tests.runtime.programs.jobs import Ranks, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.torchrun, pytest.mark.timeout(240)]
@@ -117,6 +120,45 @@ def test_engines_that_joined_are_killed_and_the_run_goes_on(flow, alone, tmp_pat
     assert kills == 0 or max(counts) == 1
 
 
+def machines_killed(points: int, flow: str, directory: Path, seed: int = 0) -> tuple[int, list[float], str]:
+    """Kill all processes of a machine whose engine has joined a run on another one; see `killed_again_and_again`."""
+    rng, seconds, kills = random.Random(seed), [], 0
+    path = directory / "quickstart"
+    with Network() as net:
+        home, spare = net.nodes
+        here = (f"rollout.join={home.address}:29600", JOINED[1], "rollout.max_rows=16", "placement.trainer=0")
+        arguments = Drill(flow, steps=1000 * points, more=here).arguments(directory, engine=False)
+        run = Torchrun(home, [sys.executable, "-m", "rlinf", "train", *arguments], directory / "run.log", {})
+
+        def comes(what: Callable[[], object], name: str) -> None:
+            until(lambda: what() or not run.running(), lambda: f"{name}: {run.said}", PATIENCE)
+
+        comes((path / FILE).exists, "the first step")
+        while kills < points and run.running():
+            before, began = run.said.count("has joined"), time.monotonic()
+            joins = [sys.executable, "-m", "rlinf", "join", str(path), "--role", "rollout"]
+            Torchrun(spare, joins, directory / f"joins{kills}.log", {})
+            comes(lambda before=before: run.said.count("has joined") > before, "one that joins")
+            seconds.append(time.monotonic() - began)
+            time.sleep(2 * rng.random())
+            spare.kill()
+            kills += 1
+            comes(lambda kills=kills: run.said.count("is gone: ") >= kills, "word of one that is gone")
+            step = steps_noted(path)
+            comes(lambda step=step: steps_noted(path) > step, "a step")
+        assert run.running(), run.said
+        for process in home.pids():
+            os.kill(process, signal.SIGTERM)
+        run.code(PATIENCE)
+        said = run.said
+    found = account(path)
+    assert found.balances, found.problems
+    assert not found.whole.dropped
+    rows = [row["step"] for row in read_lines(path / "metrics.jsonl")]
+    assert rows == list(range(len(rows)))
+    return kills, seconds, said
+
+
 def _alone(directory: Path, ends: Callable[[Ranks, Path], None]) -> Path:
     """A synchronous run, in which each answer is decoded by itself, of an engine that joins and another after it.
 
@@ -205,6 +247,8 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as directory:
         if "reward" in sys.argv:
             done, waited, said = scorers_killed(int(sys.argv[1]), Path(directory))
+        elif "far" in sys.argv:
+            done, waited, said = machines_killed(int(sys.argv[1]), sys.argv[2], Path(directory))
         else:
             done, waited, said = killed_again_and_again(
                 int(sys.argv[1]), sys.argv[2], Path(directory), alone="alone" in sys.argv

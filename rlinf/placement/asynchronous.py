@@ -629,7 +629,7 @@ def _best(eased: Workload, staleness: int) -> Candidate:
 
 
 def _with(tree: Tree, own: Stage) -> Tree:
-    """The same plan with generation on its own devices alone."""
+    """A plan with generation on its own devices alone."""
     if not isinstance(tree, Leaf):
         return replace(tree, first=_with(tree.first, own), second=_with(tree.second, own))
     if tree.stage.name != ROLE:
